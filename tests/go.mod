@@ -1,0 +1,9 @@
+module github.com/pgmill/pgmill/tests
+
+go 1.26.0
+
+replace github.com/pgmill/pgmill => ../
+
+require github.com/stretchr/testify v1.12.1
+
+require go.yaml.in/yaml/v3 v3.0.5 // indirect
