@@ -5,6 +5,8 @@ import (
 
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgmill/pgmill/internal/promise"
 )
 
 // Allocations per message with two keys. Into message.NewMessage's map: its first table. Into a nil
@@ -19,6 +21,7 @@ const (
 
 // P21: a topic without metadata pays nothing for it, the default decodes it once.
 func TestAllocations(t *testing.T) {
+	promise.Keep(t, "P21")
 	twoKeys := row{payload: []byte("abc"), metadata: []byte(`{"a": "b", "correlation_id": "1234"}`)}
 	escape := row{payload: []byte("abc"), metadata: []byte(`{"a": "b", "correlation_id": "12\n34"}`)}
 

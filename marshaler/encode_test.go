@@ -8,11 +8,14 @@ import (
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/ThreeDotsLabs/watermill/message/router/middleware"
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgmill/pgmill/internal/promise"
 )
 
 // P35: a message whose metadata the column cannot hold is refused before anything is sent.
 func TestMetadataThatPostgreSQLCannotHoldNamesItsKey(t *testing.T) {
 	t.Parallel()
+	promise.Keep(t, "P35")
 	for _, c := range []struct{ key, value, want string }{
 		{"k", "secret\x00", `metadata "k": value has a NUL byte`},
 		{"k", "secret\xff", `metadata "k": value is not valid UTF-8`},
@@ -30,6 +33,7 @@ func TestMetadataThatPostgreSQLCannotHoldNamesItsKey(t *testing.T) {
 // P35: a poison queue that refuses the error text of a binary payload never ends.
 func TestReasonPoisonedIsMended(t *testing.T) {
 	t.Parallel()
+	promise.Keep(t, "P35")
 	require.Equal(t, middleware.ReasonForPoisonedKey, reasonPoisoned)
 
 	var rec Record
