@@ -24,12 +24,12 @@ const committed = `Some words.
 func events(t *testing.T, outcomes ...string) string {
 	t.Helper()
 	var text strings.Builder
-	for _, outcome := range outcomes {
+	for i, outcome := range outcomes {
 		test, action, _ := strings.Cut(outcome, " ")
-		fmt.Fprintf(&text, `{"Action":"run","Package":"example.org/conformance","Test":"%s/0b5e"}`+"\n", test)
+		fmt.Fprintf(&text, `{"Action":"run","Package":"example.org/conformance","Test":"%s/%d"}`+"\n", test, i)
 		if action != "run" {
-			fmt.Fprintf(&text, `{"Action":"output","Package":"example.org/conformance","Test":"%s/0b5e","Output":"x\n"}`+"\n", test)
-			fmt.Fprintf(&text, `{"Action":%q,"Package":"example.org/conformance","Test":"%s/0b5e","Elapsed":0.1}`+"\n", action, test)
+			fmt.Fprintf(&text, `{"Action":"output","Package":"example.org/conformance","Test":"%s/%d","Output":"x\n"}`+"\n", test, i)
+			fmt.Fprintf(&text, `{"Action":%q,"Package":"example.org/conformance","Test":"%s/%d","Elapsed":0.1}`+"\n", action, test, i)
 		}
 	}
 	text.WriteString(`{"Action":"pass","Package":"example.org/conformance","Test":"TestA/TestOne"}` + "\n")
@@ -69,6 +69,7 @@ func TestRun(t *testing.T) {
 		"unknown skip":      {append(good, "TestB/TestThree skip"), "TestB/TestThree: ran, but the table has no such leaf test"},
 		"unknown mode":      {append(good, "TestC/TestOne pass"), "TestC: ran, but the table has no such mode"},
 		"failed":            {with(0, "TestA/TestOne fail"), "TestA/TestOne: failed"},
+		"failed once":       {append(with(0, "TestA/TestOne fail"), good[0]), "TestA/TestOne: failed"},
 		"never ended":       {with(0, "TestA/TestOne run"), "TestA/TestOne: started, but did not end"},
 		"nothing ran": {
 			nil, "TestA/TestOne: missing: the table says that it passes\n" +

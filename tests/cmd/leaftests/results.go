@@ -21,12 +21,16 @@ var worse = []string{"skip", "pass", "run", "fail"}
 // read adds the leaf tests among the events of the folder's package: the suite runs each as TestMode/TestLeaf/<uuid>.
 func (r results) read(events io.Reader, folder string) error {
 	lines := bufio.NewReader(events)
-	ended := results{}
+	last := map[string]string{} // by the test's full name
 	for {
 		line, err := lines.ReadBytes('\n')
 		if len(line) > 0 {
-			if err := ended.add(line, folder); err != nil {
-				return err
+			var event struct{ Action, Package, Test string }
+			if err := json.Unmarshal(line, &event); err != nil {
+				return fmt.Errorf("event %q: %w", line, err)
+			}
+			if path.Base(event.Package) == folder && slices.Contains(worse, event.Action) {
+				last[event.Test] = event.Action
 			}
 		}
 		if err == io.EOF {
@@ -36,28 +40,12 @@ func (r results) read(events io.Reader, folder string) error {
 			return err
 		}
 	}
-	for mode, leaves := range ended {
-		for leaf, result := range leaves {
-			r.merge(mode, leaf, result)
+	for test, result := range last {
+		names := strings.Split(test, "/")
+		if len(names) == 3 && strings.HasPrefix(names[1], "Test") {
+			r.merge(names[0], names[1], result)
 		}
 	}
-	return nil
-}
-
-func (r results) add(line []byte, folder string) error {
-	var event struct{ Action, Package, Test string }
-	if err := json.Unmarshal(line, &event); err != nil {
-		return fmt.Errorf("event %q: %w", line, err)
-	}
-	names := strings.Split(event.Test, "/")
-	isLeaf := path.Base(event.Package) == folder && len(names) == 3 && strings.HasPrefix(names[1], "Test")
-	if !isLeaf || !slices.Contains(worse, event.Action) {
-		return nil
-	}
-	if r[names[0]] == nil {
-		r[names[0]] = map[string]string{}
-	}
-	r[names[0]][names[1]] = event.Action
 	return nil
 }
 
