@@ -14,11 +14,14 @@ import (
 // envRestart, set to a control socket's path, makes Main restart that server instead of running tests.
 const envRestart = "PGMILL_TEST_RESTART"
 
-// Main is what a package's TestMain calls. It runs the tests, stops the server that the tests shared,
+// Main is what a package's TestMain calls, last. It runs the tests, stops the server that the tests shared,
 // and fails the run if a goroutine is left. It does not return.
 func Main(m *testing.M) {
 	if socket := os.Getenv(envRestart); socket != "" {
 		os.Exit(report(RequestRestart(context.Background(), socket, Fast)))
+	}
+	if name := os.Getenv(envChild); name != "" {
+		os.Exit(runChild(name))
 	}
 	code := m.Run()
 	if failed := report(errors.Join(closeShared(), findLeaks())); code == 0 {
