@@ -1,0 +1,43 @@
+package conformance
+
+import (
+	"testing"
+
+	"github.com/ThreeDotsLabs/watermill/pubsub/tests"
+
+	"github.com/pgmill/pgmill"
+)
+
+// TestLease is the Lease shape as it comes: several deliveries of one subscription in work at once.
+func TestLease(t *testing.T) {
+	mode{
+		features: tests.Features{Persistent: true},
+		restarts: true,
+	}.run(t)
+}
+
+// TestLeaseSingleStream keeps the order by having one delivery in work.
+func TestLeaseSingleStream(t *testing.T) {
+	mode{
+		config: pgmill.SubscriberConfig{Concurrency: 1},
+		features: tests.Features{
+			Persistent:                          true,
+			GuaranteedOrder:                     true,
+			GuaranteedOrderWithSingleSubscriber: true,
+		},
+		restarts: true,
+	}.run(t)
+}
+
+// TestLeaseSingleStreamOnce has the suite count every message: where nothing crashes, none comes twice.
+func TestLeaseSingleStreamOnce(t *testing.T) {
+	mode{
+		config: pgmill.SubscriberConfig{Concurrency: 1},
+		features: tests.Features{
+			Persistent:                          true,
+			GuaranteedOrder:                     true,
+			GuaranteedOrderWithSingleSubscriber: true,
+			ExactlyOnceDelivery:                 true,
+		},
+	}.run(t)
+}
