@@ -75,16 +75,16 @@ func (p *Proxy) CutAfter(dir Direction, n int64) (done <-chan struct{}) {
 
 // CutOnReply closes, once, the connection on which the reply to a statement arrives whose SQL
 // contains match, in upper or lower case. The statement has then run on the server, and outside a
-// transaction is committed; the client sees nothing of its reply. The channel is closed
-// when it is done.
+// transaction is committed; the client sees nothing of its reply. A statement that fails before it
+// is executed, while it is parsed or planned, does not count. The channel is closed when it is done.
 func (p *Proxy) CutOnReply(match string) (done <-chan struct{}) {
 	return p.faults.replies.add(match, true).done
 }
 
 // Hold keeps back the replies to statements whose SQL contains match, in upper or lower case, and all
 // that comes after them on the same connections, until release is called. The channel is closed when
-// the first such statement has run on the server and its reply is held. A reply of more than a
-// thousand messages fills the proxy and is never whole.
+// the first such statement has run on the server and its reply is held; as with CutOnReply, it is
+// then committed. A reply of more than a thousand messages fills the proxy and is never whole.
 func (p *Proxy) Hold(match string) (held <-chan struct{}, release func()) {
 	rule := p.faults.replies.add(match, false)
 	return rule.ran, func() {

@@ -76,11 +76,17 @@ func serve(args []string, install bool) int {
 		complain(err)
 		return exitNoServer
 	}
-	code := run(args, s.Env(), signals)
-	if err := s.Close(); err != nil {
-		complain(err)
+	defer func() {
+		if err := s.Close(); err != nil {
+			complain(err)
+		}
+	}()
+	select {
+	case sig := <-signals: // while the server started
+		return 128 + int(sig.(syscall.Signal))
+	default:
+		return run(args, s.Env(), signals)
 	}
-	return code
 }
 
 func acquire(ctx context.Context, install bool) (*pgtest.Server, error) {
