@@ -1,0 +1,76 @@
+package claimshape
+
+import (
+	"context"
+	"errors"
+	"net"
+	"strings"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
+)
+
+// ErrSchema is wrapped by errors that say a table is not what its description promises: it is missing, it has another
+// layout, or the role may not create it.
+var ErrSchema = errors.New("schema mismatch")
+
+// Refused says that the server answered with an error and nothing of the statement took effect. Where it is false, and
+// the error is not nil, the statement may have taken effect: its answer was lost, or the server went away.
+func Refused(err error) bool {
+	if pgconn.SafeToRetry(err) || errors.Is(err, pgx.ErrTxCommitRollback) {
+		return true
+	}
+	var answer *pgconn.PgError
+	return errors.As(err, &answer) && !goingAway(answer.Code)
+}
+
+// Transient says that the same statement may pass if it is sent again at once: it lost against a concurrent one, waited
+// too long for a lock, or met a plan that DDL had made stale.
+func Transient(err error) bool {
+	var answer *pgconn.PgError
+	if !errors.As(err, &answer) {
+		return false
+	}
+	switch answer.Code {
+	case "40001", // serialization_failure
+		"40P01", // deadlock_detected
+		"55P03", // lock_not_available
+		"0A000": // cached plan must not change result type
+		return true
+	}
+	return false
+}
+
+// MissingTable says that a statement met a table that does not exist.
+func MissingTable(err error) bool {
+	var answer *pgconn.PgError
+	return errors.As(err, &answer) && answer.Code == "42P01"
+}
+
+// goingAway are the codes of a session that ends: whether the statement before it took effect is not known.
+// 57P01 to 57P05 are shutdowns and terminations, class 08 is the connection, 25P03 and 57P05 are idle limits.
+func goingAway(code string) bool {
+	return strings.HasPrefix(code, "57P") || strings.HasPrefix(code, "08") || code == "25P03" || code == "25P04"
+}
+
+// stalePlan says that the connection's prepared statement is not usable any more.
+func stalePlan(err error) bool {
+	var answer *pgconn.PgError
+	return errors.As(err, &answer) && (answer.Code == "0A000" || answer.Code == "26000")
+}
+
+// Unreachable says that the error is one of the connection and not of a statement: the server is down, restarting,
+// out of reach, or did not answer in time.
+func Unreachable(err error) bool {
+	var connect *pgconn.ConnectError
+	var network net.Error
+	var answer *pgconn.PgError
+	switch {
+	case err == nil:
+		return false
+	case errors.As(err, &answer):
+		return goingAway(answer.Code)
+	}
+	return errors.As(err, &connect) || errors.As(err, &network) || errors.Is(err, context.DeadlineExceeded) ||
+		errors.Is(err, pgconn.ErrConnClosed)
+}

@@ -1,0 +1,204 @@
+package claimshape
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"math"
+	"strconv"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// Lease is the shape in which a claim writes an end time into the row, locked_until, and holds the row until then. The
+// time is the token: whoever settles or extends names it, and a row that carries another one is not theirs any more.
+// No connection is held between the statements.
+type Lease struct {
+	table                                  Table
+	link                                   Link
+	claim, settle, settleAck, look, extend statement
+}
+
+// NewLease renders the statements of a table.
+func NewLease(t Table, l Link) *Lease {
+	t = t.withDefaults()
+	return &Lease{
+		table:     t,
+		link:      l,
+		claim:     newStatement("claim", "claim.sql", t),
+		settle:    newStatement("settle", "settle.sql", t),
+		settleAck: newStatement("settle", "settle_ack.sql", t),
+		look:      newStatement("look", "look.sql", t),
+		extend:    newStatement("extend", "extend.sql", t),
+	}
+}
+
+// Floor is the position behind which a claim starts to look. The zero Floor looks at all rows.
+type Floor struct {
+	dueAt Time
+	id    int64
+	set   bool
+}
+
+// After is the floor behind a row.
+func After(r *Row) Floor { return Floor{dueAt: r.dueAt, id: r.ID, set: true} }
+
+func (f Floor) position() (Time, int64) {
+	if !f.set {
+		return negativeInfinity, math.MinInt64
+	}
+	return f.dueAt, f.id
+}
+
+// Verdict is what a claim says about the rows it left.
+type Verdict uint8
+
+const (
+	// Short: fewer rows than asked for, so nothing more is claimable for now.
+	Short Verdict = iota
+	// Full: as many as asked for; there may be more.
+	Full
+)
+
+// Claim takes up to limit due rows of a topic and group into work, in order of due time and id. An error means that
+// nothing was taken, or that what was taken returns by itself when its lease ends.
+func (s *Lease) Claim(ctx context.Context, conn *pgx.Conn, topic, group string, from Floor, limit int) ([]Row, Verdict, error) {
+	dueAt, id := from.position()
+	expect := min(limit, maxRowsAhead)
+	d := decoder{arena: newArena(expect), rows: make([]Row, 0, expect)}
+	err := s.link.transaction(ctx, conn, call{
+		statement: s.claim,
+		params:    []any{topic, group, dueAt, id, int64(limit), s.table.Lease.Microseconds()},
+		read:      d.read,
+	})
+	if err != nil {
+		return nil, Short, err
+	}
+	if len(d.rows) < limit {
+		return d.rows, Short, nil
+	}
+	return d.rows, Full, nil
+}
+
+// maxRowsAhead bounds what a claim allocates before it knows how many rows there are.
+const maxRowsAhead = 512
+
+// Outcome is how a delivery ends, as the settle statement has it.
+type Outcome int64
+
+const (
+	Acked    Outcome = 0 // the row is deleted
+	Retried  Outcome = 1 // the row is due again after a delay
+	Released Outcome = 2 // the row is due as before and its attempt is given back
+)
+
+// Held is what proves that a row is ours: its token, and the one that an unanswered extension may have written.
+type Held struct {
+	ID     int64
+	Token  Time
+	Token2 Time // equal to Token where no extension is unanswered
+}
+
+// Settlement ends one delivery.
+type Settlement struct {
+	Held
+	Outcome Outcome
+	Delay   time.Duration // of a retry
+}
+
+// maxDelay keeps a retry's due time inside what the server can store.
+const maxDelay = 100 * 365 * 24 * time.Hour
+
+// Settle ends deliveries in one statement and calls settled for each that took effect. The rest is lost, or somebody
+// else has the row locked: Look tells.
+func (s *Lease) Settle(ctx context.Context, conn *pgx.Conn, all []Settlement, settled func(id int64)) error {
+	h := newHeldArrays(len(all))
+	outcomes, delays := make([]int64, len(all)), make([]int64, len(all))
+	pure := true
+	for i, one := range all {
+		h.add(one.Held)
+		outcomes[i] = int64(one.Outcome)
+		delays[i] = max(0, min(one.Delay, maxDelay)).Microseconds()
+		pure = pure && one.Outcome == Acked
+	}
+	c := call{statement: s.settleAck, params: h.params(), read: readIDs(settled)}
+	if !pure {
+		c.statement = s.settle
+		c.params = append(c.params, outcomes, delays)
+	}
+	return s.link.transaction(ctx, conn, c)
+}
+
+// Extend moves the leases of rows forward to the tokens given, and calls extended for each that it moved.
+func (s *Lease) Extend(ctx context.Context, conn *pgx.Conn, all []Held, to []Time, extended func(id int64)) error {
+	h := newHeldArrays(len(all))
+	for _, one := range all {
+		h.add(one)
+	}
+	return s.link.transaction(ctx, conn, call{
+		statement: s.extend, params: append(h.params(), to), read: readIDs(extended),
+	})
+}
+
+// Look calls found for each of the rows that still exist, and says whether it is still held under its token.
+func (s *Lease) Look(ctx context.Context, conn *pgx.Conn, all []Held, found func(id int64, held bool)) error {
+	h := newHeldArrays(len(all))
+	for _, one := range all {
+		h.add(one)
+	}
+	return s.link.transaction(ctx, conn, call{
+		statement: s.look, params: h.params(), read: func(r rows, binary bool) error {
+			for r.NextRow() {
+				v := r.Values()
+				id, err := readInt8(v[0], binary)
+				if err != nil {
+					return err
+				}
+				found(id, len(v[1]) == 1 && (v[1][0] == 1 || v[1][0] == 't'))
+			}
+			return nil
+		},
+	})
+}
+
+// heldArrays are the parameters that settle, extend and look have in common.
+type heldArrays struct {
+	ids            []int64
+	tokens, token2 []Time
+}
+
+func newHeldArrays(n int) *heldArrays {
+	return &heldArrays{ids: make([]int64, 0, n), tokens: make([]Time, 0, n), token2: make([]Time, 0, n)}
+}
+
+func (h *heldArrays) add(one Held) {
+	h.ids = append(h.ids, one.ID)
+	h.tokens = append(h.tokens, one.Token)
+	h.token2 = append(h.token2, one.Token2)
+}
+
+func (h *heldArrays) params() []any { return []any{h.ids, h.tokens, h.token2} }
+
+func readIDs(each func(id int64)) func(rows, bool) error {
+	return func(r rows, binary bool) error {
+		for r.NextRow() {
+			id, err := readInt8(r.Values()[0], binary)
+			if err != nil {
+				return err
+			}
+			each(id)
+		}
+		return nil
+	}
+}
+
+func readInt8(b []byte, inBinary bool) (int64, error) {
+	if !inBinary {
+		return strconv.ParseInt(string(b), 10, 64)
+	}
+	if len(b) != 8 {
+		return 0, fmt.Errorf("%d bytes instead of 8", len(b))
+	}
+	return int64(binary.BigEndian.Uint64(b)), nil
+}

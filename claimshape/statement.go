@@ -1,0 +1,54 @@
+package claimshape
+
+import (
+	"crypto/sha256"
+	"embed"
+	"encoding/hex"
+	"fmt"
+	"strings"
+	"text/template"
+
+	"github.com/jackc/pgx/v5"
+)
+
+//go:embed sql
+var sqlFiles embed.FS
+
+// templates are all statements of the package, parsed once; a broken file is a broken build of this package.
+var templates = template.Must(template.New("").Option("missingkey=error").
+	ParseFS(sqlFiles, "sql/*.sql", "sql/migrations/*.sql"))
+
+// names are the quoted identifiers that the templates use.
+type names struct {
+	Table, Subscriptions, Migrations string
+}
+
+func (t Table) names() names {
+	return names{
+		Table:         pgx.Identifier{t.Schema, t.Name}.Sanitize(),
+		Subscriptions: t.sibling(subscriptionsTable),
+		Migrations:    t.sibling(migrationsTable),
+	}
+}
+
+// statement is one SQL text, rendered for one table, with the name under which a connection prepares it.
+type statement struct {
+	op   string // what it does, for errors: claim, settle, ...
+	sql  string
+	name string
+}
+
+// newStatement renders a template for a table.
+func newStatement(op, file string, t Table) statement {
+	sql := render(file, t)
+	digest := sha256.Sum256([]byte(sql))
+	return statement{op: op, sql: sql, name: "pgmill_" + hex.EncodeToString(digest[:12])}
+}
+
+func render(file string, t Table) string {
+	var b strings.Builder
+	if err := templates.ExecuteTemplate(&b, file, t.withDefaults().names()); err != nil {
+		panic(fmt.Sprintf("render %s: %v", file, err)) // a template of ours that does not render: no input reaches it
+	}
+	return b.String()
+}

@@ -1,0 +1,266 @@
+package pgmill
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+	"weak"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgmill/pgmill/claimshape"
+	"github.com/pgmill/pgmill/marshaler"
+)
+
+const defaultPollInterval = time.Second
+
+// Config is what all publishers and subscriptions of one pool share. The zero Config is what a process has that never
+// calls Open.
+type Config struct {
+	// Table that holds the messages. Defaults to public.pgmill_messages, created on first use.
+	Table claimshape.Table
+
+	// Marshaler between messages and columns. Defaults to marshaler.Default(): payload as it is, metadata as JSON.
+	Marshaler marshaler.Marshaler
+
+	// PollInterval of subscriptions that do not set their own. Defaults to 1s. Within the process a publish wakes
+	// subscriptions at once; the interval is for what other processes write.
+	PollInterval time.Duration
+
+	// Observer is told what the engine does. Defaults to none.
+	Observer *Observer
+
+	// NoMigrate keeps the process from ever writing DDL: a table that is missing is an error that wraps ErrSchema.
+	NoMigrate bool
+}
+
+func (c *Config) setDefaults() {
+	c.Table = c.Table.WithDefaults()
+	if c.Marshaler == nil {
+		c.Marshaler = marshaler.Default()
+	}
+	if c.PollInterval == 0 {
+		c.PollInterval = defaultPollInterval
+	}
+}
+
+func (c *Config) check() error {
+	problems := []error{c.Table.Check()}
+	if c.PollInterval < 0 {
+		problems = append(problems, fmt.Errorf("Config.PollInterval %v: negative", c.PollInterval))
+	}
+	return errors.Join(problems...)
+}
+
+// Client is what all publishers and subscriptions of one pool share: the table, what is known about it, and who waits to
+// be woken. NewPublisher and NewSubscriber find it by the pool; Open configures it.
+type Client struct {
+	pool *pgxpool.Pool
+	*shared
+}
+
+// shared is the part of a client that the registry keeps. It does not hold the pool, or no pool would ever be freed.
+type shared struct {
+	link   claimshape.Link
+	hub    wakeHub
+	inWork atomic.Int64 // deliveries that are not decided, over all subscriptions
+
+	mu     sync.Mutex
+	config Config
+	log    watermill.LoggerAdapter
+	opened bool
+	used   bool // by a Subscribe or Publish: the config is fixed
+	closed bool
+	queue  *queue
+	lanes  map[*queue]*lane
+	subs   map[*subscription]struct{}
+}
+
+// clients are found by their pool. It is a memo: a pool's second client would only wake and check for itself.
+var clients = struct {
+	sync.Mutex
+	of map[weak.Pointer[pgxpool.Pool]]*shared
+}{of: map[weak.Pointer[pgxpool.Pool]]*shared{}}
+
+func clientOf(pool *pgxpool.Pool) (*Client, error) {
+	if pool == nil {
+		return nil, errors.New("pool is nil")
+	}
+	key := weak.Make(pool)
+	clients.Lock()
+	defer clients.Unlock()
+	s := clients.of[key]
+	if s == nil {
+		s = &shared{
+			link:  claimshape.NewLink(pool.Config().ConnConfig),
+			log:   watermill.NopLogger{},
+			lanes: map[*queue]*lane{},
+			subs:  map[*subscription]struct{}{},
+		}
+		clients.of[key] = s
+		runtime.AddCleanup(pool, forgetClient, key)
+	}
+	return &Client{pool: pool, shared: s}, nil
+}
+
+func forgetClient(key weak.Pointer[pgxpool.Pool]) {
+	clients.Lock()
+	defer clients.Unlock()
+	delete(clients.of, key)
+}
+
+// Open configures the client of a pool: once, and before the first Subscribe or Publish on it. NewPublisher and
+// NewSubscriber with the same pool use it, made before or after. It asks nothing of the database; ctx bounds Open only.
+// A nil logger logs nothing.
+func Open(ctx context.Context, pool *pgxpool.Pool, c Config, logger watermill.LoggerAdapter) (*Client, error) {
+	client, err := open(ctx, pool, c, logger)
+	if err != nil {
+		return nil, fmt.Errorf("open: %w", err)
+	}
+	return client, nil
+}
+
+func open(ctx context.Context, pool *pgxpool.Pool, c Config, logger watermill.LoggerAdapter) (*Client, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	c.setDefaults()
+	if err := c.check(); err != nil {
+		return nil, err
+	}
+	client, err := clientOf(pool)
+	if err != nil {
+		return nil, err
+	}
+	client.mu.Lock()
+	defer client.mu.Unlock()
+	switch {
+	case client.opened:
+		return nil, errors.New("the pool's client is open already")
+	case client.used:
+		return nil, errors.New("the pool was used by a Subscribe or Publish before; open its client first")
+	}
+	client.opened, client.config, client.log = true, c, orNop(logger)
+	return client, nil
+}
+
+// Close ends all subscriptions of the client as Subscriber.Close does. Afterwards Subscribe answers ErrSubscriberClosed
+// and Publish ErrPublisherClosed, and the pool can be opened again. Call it after the Router has ended and before
+// pool.Close. Further calls do nothing.
+func (c *Client) Close() error {
+	c.mu.Lock()
+	c.closed = true
+	c.mu.Unlock()
+	clients.Lock()
+	if key := weak.Make(c.pool); clients.of[key] == c.shared {
+		delete(clients.of, key)
+	}
+	clients.Unlock()
+	subs := c.open()
+	for _, s := range subs {
+		s.stop()
+	}
+	for _, s := range subs {
+		<-s.done
+	}
+	return nil
+}
+
+func (c *Client) isClosed() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.closed
+}
+
+func (c *Client) logger() watermill.LoggerAdapter {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.log
+}
+
+// open are the subscriptions that have not ended.
+func (c *Client) open() []*subscription {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.Collect(maps.Keys(c.subs))
+}
+
+// route is the queue of a topic. The first call fixes the config.
+func (c *Client) route(string) (*queue, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.used {
+		c.used = true
+		c.config.setDefaults()
+		c.queue = newQueue(c.config.Table, c.link, c.config.Marshaler)
+	}
+	return c.queue, nil
+}
+
+// add opens a subscription: it takes its place in the hub, and starts the table's lane if it is the first.
+func (c *Client) add(s *subscription) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return false
+	}
+	l := c.lanes[s.queue]
+	if l == nil {
+		l = newLane(c, s.queue, s.logger)
+		c.lanes[s.queue] = l
+		go l.loop()
+	} else {
+		l.refs++
+	}
+	s.lane = l
+	s.place = c.hub.join(s.key, s.group, s.waker)
+	c.subs[s] = struct{}{}
+	return true
+}
+
+// remove takes a drained subscription out, and ends the table's lane with the last.
+func (c *Client) remove(s *subscription) {
+	c.mu.Lock()
+	delete(c.subs, s)
+	l := s.lane
+	l.refs--
+	last := l.refs == 0
+	if last {
+		delete(c.lanes, s.queue)
+	}
+	c.mu.Unlock()
+	if last {
+		l.close()
+	}
+}
+
+// withConn runs f on a connection of the pool, and again, up to tries in all, if the statement lost against a concurrent
+// one.
+func (c *Client) withConn(ctx context.Context, tries int, f func(ctx context.Context, conn *pgx.Conn) error) error {
+	conn, err := c.pool.Acquire(ctx)
+	if err != nil {
+		return fmt.Errorf("connect: %w", err)
+	}
+	defer conn.Release()
+	for {
+		err := f(ctx, conn.Conn())
+		if tries--; tries <= 0 || !claimshape.Transient(err) {
+			return err
+		}
+	}
+}
+
+func orNop(logger watermill.LoggerAdapter) watermill.LoggerAdapter {
+	if logger == nil {
+		return watermill.NopLogger{}
+	}
+	return logger
+}

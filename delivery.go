@@ -1,0 +1,148 @@
+package pgmill
+
+import (
+	"context"
+	"sync/atomic"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill/message"
+
+	"github.com/pgmill/pgmill/claimshape"
+)
+
+// Delivery describes one claimed row while it is in work.
+type Delivery struct {
+	// ID of the row, unique in its table.
+	ID int64
+
+	// Topic, ConsumerGroup and Table (schema and name) it was claimed from.
+	Topic, ConsumerGroup, Table string
+
+	// Attempt is which delivery of the message this is: 1 on the first.
+	Attempt int64
+
+	// EnqueuedAt is when the row was inserted, by the database's clock.
+	EnqueuedAt time.Time
+}
+
+// DeliveryFromContext is the delivery that a message received from a Subscriber belongs to; ctx is the message's context
+// or one made from it. It answers false for any other context.
+func DeliveryFromContext(ctx context.Context) (Delivery, bool) {
+	d := deliveryFrom(ctx)
+	if d == nil {
+		return Delivery{}, false
+	}
+	return d.info(), true
+}
+
+type deliveryKey struct{}
+
+func deliveryFrom(ctx context.Context) *delivery {
+	d, _ := ctx.Value(deliveryKey{}).(*delivery)
+	return d
+}
+
+// delivery is one claimed row in work, from the claim to the settlement's answer.
+type delivery struct {
+	context.Context // values of Subscribe's context; delivery is the parent of the message's context
+
+	sub *subscription
+	row claimshape.Row
+	msg *message.Message
+
+	ctx    context.Context // the message's: ends with the cause that tells how the delivery ended
+	cancel context.CancelCauseFunc
+
+	// decided is set once, by whoever ends the delivery: the handler's Ack or Nack, the drain, or the keeper.
+	decided atomic.Bool
+
+	// The lease as the lane knows it; only the lane's lock guards it.
+	held  claimshape.Held
+	base  time.Time // our clock at the moment that token counts from, or a little before
+	until time.Time // when the lease ends, or a little before
+}
+
+func newDelivery(s *subscription, row claimshape.Row, claimed time.Time) *delivery {
+	d := &delivery{Context: s.base, sub: s, row: row, base: claimed, until: claimed.Add(s.queue.table.Lease)}
+	d.held = claimshape.Held{ID: row.ID, Token: row.Token(), Token2: row.Token()}
+	d.ctx, d.cancel = context.WithCancelCause(d)
+	return d
+}
+
+// Value answers the delivery itself, so that no context has to be made for it.
+func (d *delivery) Value(key any) any {
+	if key == (deliveryKey{}) {
+		return d
+	}
+	return d.Context.Value(key)
+}
+
+func (d *delivery) info() Delivery {
+	return Delivery{
+		ID:            d.row.ID,
+		Topic:         d.sub.topic,
+		ConsumerGroup: d.sub.group,
+		Table:         d.sub.queue.table.String(),
+		Attempt:       d.row.Attempt,
+		EnqueuedAt:    d.row.EnqueuedAt(),
+	}
+}
+
+// decode makes the message.
+func (d *delivery) decode() error {
+	d.msg = message.NewMessageWithContext(d.ctx, d.row.UUID, nil)
+	return d.sub.queue.marshaler.Unmarshal(&d.row, d.msg)
+}
+
+// await ends the delivery as the handler says, unless it ends otherwise before: a lost lease, or the end of the drain.
+func (d *delivery) await() {
+	defer d.sub.awaiting.Done()
+	select {
+	case <-d.msg.Acked():
+		d.end(Outcome{kind: outcomeAck})
+	case <-d.msg.Nacked():
+		d.end(d.sub.retry(d))
+	case <-d.ctx.Done():
+	}
+}
+
+// end decides how the delivery ends, once, frees its slot and hands the settlement to the lane.
+func (d *delivery) end(o Outcome) bool {
+	if !d.decided.CompareAndSwap(false, true) {
+		return false
+	}
+	d.sub.freeSlot(d)
+	d.sub.lane.settle(d, o)
+	return true
+}
+
+// lose ends a delivery whose row is not ours any more, or will not be soon.
+func (d *delivery) lose(err error) bool {
+	if !d.decided.CompareAndSwap(false, true) {
+		return false
+	}
+	d.sub.freeSlot(d)
+	d.finish(outcomeLost, Outcome{}, err)
+	return true
+}
+
+const outcomeLost = "lost"
+
+// finish ends the message's context, with a cause that tells how, and reports. It is called once, by whoever decided or
+// by the lane with the database's answer.
+func (d *delivery) finish(outcome string, o Outcome, err error) {
+	cause := ErrSettled
+	switch {
+	case outcome == outcomeLost:
+		cause = ErrLeaseLost
+		d.sub.reportLost(d, err)
+	case o.kind == outcomeRelease:
+		cause = ErrShutdown
+	}
+	d.cancel(cause)
+	if err == nil {
+		err = o.cause
+	}
+	d.sub.client.config.Observer.settled(SettleEvent{Delivery: d.info(), Outcome: outcome, Reason: o.reason, Err: err})
+	d.sub.settled()
+}

@@ -1,0 +1,65 @@
+package pgmill
+
+import (
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+)
+
+// drain ends a stopped subscription, within its CloseTimeout and flushTimeout. Nothing is claimed or handed over any
+// more. Deliveries in work keep their contexts and may settle; those that do not are cut off and released. The channel is
+// closed last: a Router closes the handler's publisher when it is, and deliveries in work still reply.
+func (s *subscription) drain() {
+	s.note(func(h *subscriptionHealth) { h.draining = true })
+	if !s.awaitUntil(s.config.CloseTimeout, func() bool { return len(s.inWork) == 0 }) {
+		s.cutOff()
+	}
+	if !s.awaitUntil(flushTimeout, func() bool { return s.unsettled == 0 }) {
+		s.lane.forget(s)
+	}
+	s.awaiting.Wait() // they end with their decision, which all have
+	s.client.hub.leave(s.key, s.place, s.waker, s.owed)
+	s.client.remove(s)
+	s.cancelClaims()
+	close(s.out)
+	close(s.done)
+}
+
+// awaitUntil waits for a condition on what mu guards, for d at most, and says whether it holds.
+func (s *subscription) awaitUntil(d time.Duration, holds func() bool) bool {
+	deadline := time.NewTimer(d)
+	defer deadline.Stop()
+	for {
+		s.mu.Lock()
+		ok := holds()
+		s.mu.Unlock()
+		if ok {
+			return true
+		}
+		select {
+		case <-s.changed:
+		case <-deadline.C:
+			return false
+		}
+	}
+}
+
+// cutOff ends what is still in work: its context is cancelled and its row given back.
+func (s *subscription) cutOff() {
+	s.mu.Lock()
+	left := make([]*delivery, 0, len(s.inWork))
+	for d := range s.inWork {
+		left = append(left, d)
+	}
+	s.mu.Unlock()
+	for _, d := range left {
+		if !d.decided.CompareAndSwap(false, true) {
+			continue
+		}
+		s.log.Error("Handler did not end within the close timeout, its message is released", ErrShutdown,
+			watermill.LogFields{"message_uuid": d.row.UUID, "id": d.row.ID, "attempt": d.row.Attempt})
+		d.cancel(ErrShutdown)
+		s.freeSlot(d)
+		s.lane.settle(d, Outcome{kind: outcomeRelease})
+	}
+}

@@ -1,0 +1,416 @@
+package pgmill
+
+import (
+	"context"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/jackc/pgx/v5"
+
+	"github.com/pgmill/pgmill/claimshape"
+)
+
+const (
+	// One settle statement has at most this many rows: enough to make its round trip free, few enough to stay short.
+	maxSettle = 1000
+
+	// A row that somebody else has locked is tried again after this, and after twice as long each time, up to the second.
+	busyPause    = 5 * time.Millisecond
+	busyPauseMax = 200 * time.Millisecond
+
+	// After a statement that the server did not answer, the next waits this long.
+	lanePause = 200 * time.Millisecond
+
+	// A statement of the lane has a third of a lease, and never more than this, so that a connection that hangs does not
+	// cost the leases.
+	laneTimeoutMax = 10 * time.Second
+	laneTimeoutMin = 100 * time.Millisecond
+
+	// A statement that lost against a concurrent one is sent again at once this often before it waits like any other.
+	transientTries = 3
+)
+
+// lane is what one process says about its deliveries of one table: it settles them and keeps their leases, one statement
+// at a time. Whatever queued up during a statement goes out with the next one, so no timer is needed. Settlements
+// and extensions take turns in it, because they write the same rows and would meet each other's locks.
+type lane struct {
+	client *Client
+	queue  *queue
+	log    watermill.LoggerAdapter // of the subscription that came first
+
+	mu      sync.Mutex
+	work    map[*delivery]struct{} // not settled yet: the keeper extends them
+	pending []*settlement
+	paused  time.Time // settle not before
+	failing int
+
+	watching   bool // watchTimer is armed
+	watchTimer *time.Timer
+	ended      bool
+
+	kick chan struct{} // one permit: there is something to do
+	stop chan struct{}
+	done chan struct{}
+	refs int // subscriptions; guarded by Client.mu
+}
+
+// settlement is a decided delivery on its way to the database.
+type settlement struct {
+	delivery *delivery
+	outcome  Outcome
+	unsure   bool // it was sent and the answer was lost: it may have taken effect
+	tries    int  // times it met a locked row
+	after    time.Time
+}
+
+func newLane(c *Client, q *queue, logger watermill.LoggerAdapter) *lane {
+	return &lane{
+		client: c, queue: q, refs: 1,
+		log:  logger.With(watermill.LogFields{"table": q.table.String()}),
+		work: map[*delivery]struct{}{},
+		kick: make(chan struct{}, 1), stop: make(chan struct{}), done: make(chan struct{}),
+	}
+}
+
+// third of a lease is how often the keeper extends: two tries may fail before a lease ends.
+func (l *lane) third() time.Duration { return l.queue.table.Lease / 3 }
+
+func (l *lane) timeout() time.Duration {
+	return max(laneTimeoutMin, min(l.third(), laneTimeoutMax))
+}
+
+// add puts claimed rows under the keeper.
+func (l *lane) add(all []*delivery) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, d := range all {
+		l.work[d] = struct{}{}
+	}
+	if len(l.work) == len(all) {
+		l.kickLocked() // the keeper slept
+	}
+	if !l.watching && len(all) > 0 {
+		l.watchAtLocked(all[0].until.Add(-l.queue.table.Lease / expiryMargin))
+	}
+}
+
+// close ends the loop and waits for it. No subscription of the table is left.
+func (l *lane) close() {
+	close(l.stop)
+	<-l.done
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.ended = true
+	if l.watchTimer != nil {
+		l.watchTimer.Stop()
+	}
+}
+
+// settle queues a decided delivery. It never blocks.
+func (l *lane) settle(d *delivery, o Outcome) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.pending = append(l.pending, &settlement{delivery: d, outcome: o})
+	l.kickLocked()
+}
+
+func (l *lane) kickLocked() {
+	select {
+	case l.kick <- struct{}{}:
+	default:
+	}
+}
+
+// forget drops a subscription's deliveries: its time to settle is over, their leases will end.
+func (l *lane) forget(s *subscription) {
+	l.mu.Lock()
+	var dropped []*settlement
+	l.pending = slices.DeleteFunc(l.pending, func(p *settlement) bool {
+		if p.delivery.sub != s {
+			return false
+		}
+		dropped = append(dropped, p)
+		return true
+	})
+	for d := range l.work {
+		if d.sub == s {
+			delete(l.work, d)
+		}
+	}
+	l.mu.Unlock()
+	for _, p := range dropped {
+		p.delivery.finish(outcomeLost, p.outcome, ErrShutdown)
+	}
+}
+
+// loop runs until the last subscription of the table has closed.
+func (l *lane) loop() {
+	defer close(l.done)
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	var extend time.Time
+	for {
+		select {
+		case <-l.stop:
+			return
+		case <-l.kick:
+		case <-timer.C:
+		}
+		now := time.Now()
+		if !now.Before(extend) {
+			l.extend()
+			extend = time.Now().Add(l.third())
+		}
+		l.flush()
+		timer.Reset(time.Until(l.next(extend)))
+	}
+}
+
+// next is when the lane has something to do that no kick announces.
+func (l *lane) next(extend time.Time) time.Time {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	at := time.Now().Add(time.Hour)
+	if len(l.work) > 0 {
+		at = extend
+	}
+	for _, p := range l.pending {
+		due := p.after
+		if due.Before(l.paused) {
+			due = l.paused
+		}
+		if due.Before(at) {
+			at = due
+		}
+	}
+	return at
+}
+
+// flush settles what is queued.
+func (l *lane) flush() {
+	for {
+		batch := l.take()
+		if len(batch) == 0 {
+			return
+		}
+		l.send(batch)
+	}
+}
+
+// take the settlements that may be tried now, in id order, so that no two lanes lock rows crosswise.
+func (l *lane) take() []*settlement {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	now := time.Now()
+	if now.Before(l.paused) {
+		return nil
+	}
+	var batch []*settlement
+	l.pending = slices.DeleteFunc(l.pending, func(p *settlement) bool {
+		if len(batch) == maxSettle || now.Before(p.after) {
+			return false
+		}
+		batch = append(batch, p)
+		return true
+	})
+	slices.SortFunc(batch, func(a, b *settlement) int {
+		return int(min(max(a.delivery.row.ID-b.delivery.row.ID, -1), 1))
+	})
+	return batch
+}
+
+// send settles a batch and deals with each row's answer.
+func (l *lane) send(batch []*settlement) {
+	missing := make(map[int64]*settlement, len(batch))
+	for _, p := range batch {
+		missing[p.delivery.row.ID] = p
+	}
+	var settled []*settlement
+	err := l.statement(func(ctx context.Context, conn *pgx.Conn) error {
+		settled = settled[:0]
+		return l.queue.lease.Settle(ctx, conn, l.settlements(batch), func(id int64) {
+			settled = append(settled, missing[id])
+		})
+	})
+	if err != nil {
+		l.failed(batch, err)
+		return
+	}
+	l.succeeded()
+	for _, p := range settled {
+		delete(missing, p.delivery.row.ID)
+		l.finish(p, p.outcome.kind.settled(), nil)
+	}
+	if len(missing) > 0 {
+		l.lookAgain(missing)
+	}
+}
+
+func (l *lane) settlements(batch []*settlement) []claimshape.Settlement {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	all := make([]claimshape.Settlement, len(batch))
+	for i, p := range batch {
+		all[i] = p.statement()
+	}
+	return all
+}
+
+func (p *settlement) statement() claimshape.Settlement {
+	s := claimshape.Settlement{Held: p.delivery.held}
+	switch p.outcome.kind {
+	case outcomeRetry, outcomeRetryAfter:
+		s.Outcome, s.Delay = claimshape.Retried, p.outcome.delay
+	case outcomeRelease:
+		s.Outcome = claimshape.Released
+	default:
+		s.Outcome = claimshape.Acked
+	}
+	return s
+}
+
+// lookAgain tells apart the rows that a settlement did not answer. A row that is still held is busy: somebody else has
+// it locked. A row that is not held is lost. One that is gone was settled, if an earlier answer was lost on the way.
+func (l *lane) lookAgain(missing map[int64]*settlement) {
+	batch := make([]*settlement, 0, len(missing))
+	for _, p := range missing {
+		batch = append(batch, p)
+	}
+	gone := make(map[int64]*settlement, len(missing))
+	var busy, other []*settlement
+	err := l.statement(func(ctx context.Context, conn *pgx.Conn) error {
+		clear(gone)
+		busy, other = busy[:0], other[:0]
+		for id, p := range missing {
+			gone[id] = p
+		}
+		return l.queue.lease.Look(ctx, conn, l.held(batch), func(id int64, held bool) {
+			delete(gone, id)
+			if held {
+				busy = append(busy, missing[id])
+			} else {
+				other = append(other, missing[id])
+			}
+		})
+	})
+	if err != nil {
+		l.again(batch)
+		return
+	}
+	for _, p := range gone {
+		l.answerLost(p)
+	}
+	for _, p := range other {
+		if p.statement().Outcome == claimshape.Acked {
+			l.finish(p, outcomeLost, nil)
+			continue
+		}
+		l.answerLost(p) // a retry or release of ours leaves the row behind, free or claimed again
+	}
+	l.busy(busy)
+}
+
+// answerLost finishes a settlement that is not there any more: by our own earlier statement, if its answer was lost.
+func (l *lane) answerLost(p *settlement) {
+	if p.unsure {
+		l.finish(p, p.outcome.kind.settled(), nil)
+		return
+	}
+	l.finish(p, outcomeLost, nil)
+}
+
+func (l *lane) held(batch []*settlement) []claimshape.Held {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	all := make([]claimshape.Held, len(batch))
+	for i, p := range batch {
+		all[i] = p.delivery.held
+	}
+	return all
+}
+
+// busy tries rows that somebody else has locked again, a little later.
+func (l *lane) busy(batch []*settlement) {
+	for _, p := range batch {
+		p.after = time.Now().Add(min(busyPause<<min(p.tries, 10), busyPauseMax))
+		p.tries++
+	}
+	l.again(batch)
+}
+
+// again queues settlements once more, as long as their leases last.
+func (l *lane) again(batch []*settlement) {
+	now := time.Now()
+	var expired []*settlement
+	l.mu.Lock()
+	for _, p := range batch {
+		if now.After(p.delivery.until) {
+			expired = append(expired, p)
+			continue
+		}
+		l.pending = append(l.pending, p)
+	}
+	l.mu.Unlock()
+	for _, p := range expired {
+		l.finish(p, outcomeLost, context.DeadlineExceeded)
+	}
+}
+
+// failed deals with a statement that did not pass. If the server refused it, one row may be to blame, so the halves are
+// tried by themselves. If no answer came, it may have taken effect; id and token make it safe to send again.
+func (l *lane) failed(batch []*settlement, err error) {
+	if claimshape.Refused(err) && !claimshape.Transient(err) && !claimshape.Unreachable(err) {
+		if len(batch) == 1 {
+			l.finish(batch[0], outcomeLost, err)
+			return
+		}
+		l.send(batch[:len(batch)/2])
+		l.send(batch[len(batch)/2:])
+		return
+	}
+	if !claimshape.Refused(err) {
+		for _, p := range batch {
+			p.unsure = true
+		}
+	}
+	l.mu.Lock()
+	l.paused = time.Now().Add(lanePause)
+	l.failing++
+	first := l.failing == 1
+	l.mu.Unlock()
+	if first {
+		l.log.Error("Settling is interrupted and will be tried again", err, nil)
+	}
+	l.again(batch)
+}
+
+func (l *lane) succeeded() {
+	l.mu.Lock()
+	failed := l.failing
+	l.failing = 0
+	l.mu.Unlock()
+	if failed > 0 {
+		l.log.Info("Settling works again", nil)
+	}
+}
+
+// finish takes a delivery out of work and reports how it ended.
+func (l *lane) finish(p *settlement, outcome string, err error) {
+	l.mu.Lock()
+	delete(l.work, p.delivery)
+	l.mu.Unlock()
+	if outcome != outcomeLost {
+		p.delivery.sub.afterSettle(p.outcome)
+	}
+	p.delivery.finish(outcome, p.outcome, err)
+}
+
+// statement runs f on a connection of the pool, with the lane's own deadline: neither a message's context nor a
+// subscription's end may cut off a settlement.
+func (l *lane) statement(f func(ctx context.Context, conn *pgx.Conn) error) error {
+	ctx, cancel := context.WithTimeout(context.Background(), l.timeout())
+	defer cancel()
+	return l.client.withConn(ctx, transientTries, f)
+}

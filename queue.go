@@ -1,0 +1,67 @@
+package pgmill
+
+import (
+	"context"
+	"fmt"
+	"sync/atomic"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/pgmill/pgmill/claimshape"
+	"github.com/pgmill/pgmill/marshaler"
+)
+
+// queue is a table with its statements, and the memo that it was checked.
+type queue struct {
+	table     claimshape.Table
+	marshaler marshaler.Marshaler
+	insert    *claimshape.Insert
+	lease     *claimshape.Lease
+
+	checked  atomic.Bool
+	checking chan struct{} // one token; a mutex that a context can leave
+}
+
+func newQueue(t claimshape.Table, l claimshape.Link, m marshaler.Marshaler) *queue {
+	return &queue{
+		table: t, marshaler: m,
+		insert: claimshape.NewInsert(t, l), lease: claimshape.NewLease(t, l),
+		checking: make(chan struct{}, 1),
+	}
+}
+
+// ready makes sure that the table is there, once a client: it creates it, or with NoMigrate says that it is missing, and
+// has the server prepare every statement. A check that failed is made again by the next call.
+func (q *queue) ready(ctx context.Context, c *Client) error {
+	if q.checked.Load() {
+		return nil
+	}
+	select {
+	case q.checking <- struct{}{}:
+		defer func() { <-q.checking }()
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	if q.checked.Load() {
+		return nil
+	}
+	if err := q.migrate(ctx, c); err != nil {
+		return err
+	}
+	err := c.withConn(ctx, 1, func(ctx context.Context, conn *pgx.Conn) error {
+		return claimshape.Check(ctx, conn, q.table, q.insert, q.lease)
+	})
+	q.checked.Store(err == nil)
+	return err
+}
+
+func (q *queue) migrate(ctx context.Context, c *Client) error {
+	if !c.config.NoMigrate {
+		return Migrate(ctx, c.pool, q.table)
+	}
+	done, err := claimshape.Migrated(ctx, c.pool, q.table)
+	if err == nil && !done {
+		err = fmt.Errorf("table %s is missing or behind and NoMigrate is set; run Migrate: %w", q.table, ErrSchema)
+	}
+	return err
+}

@@ -1,0 +1,253 @@
+package pgmill
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/jackc/pgx/v5/pgxpool"
+)
+
+const (
+	defaultConcurrency  = 10
+	maxConcurrency      = 10_000
+	defaultCloseTimeout = 10 * time.Second
+
+	// A row that is no message stays, and comes back after this, because nothing is deleted unless asked.
+	undecodableDelay = time.Minute
+
+	maxTopic = 1024 // bytes; an index entry ends at 2704
+)
+
+// SubscriberConfig says how a Subscriber's subscriptions work. The zero SubscriberConfig is a good one.
+type SubscriberConfig struct {
+	// Concurrency is how many messages of one subscription are with handlers at once. Defaults to 10. With 1 the
+	// subscription is a single stream: the next message comes after the Ack or Nack of the last.
+	Concurrency int
+
+	// PollInterval is how long an idle subscription waits for a wake before it looks by itself: it finds rows that other
+	// programs wrote, and rows of processes that crashed. Defaults to the client's, which defaults to 1s.
+	PollInterval time.Duration
+
+	// Backoff is the delay of a message after its Nack; attempt is 1 after the first delivery. Defaults to exponential
+	// with jitter, from 100ms to 1 minute. NoBackoff brings messages back at once.
+	Backoff func(attempt int) time.Duration
+
+	// OnUndecodable is what happens to a row that the Marshaler cannot make a message of: Discard, Retry or RetryAfter.
+	// Defaults to RetryAfter(1 minute): the row stays and comes back, with an error log each time and a count in Health.
+	OnUndecodable Outcome
+
+	// CloseTimeout is how long Close, or the end of Subscribe's context, waits for messages that are with handlers.
+	// After it their contexts end with ErrShutdown and they are released. Defaults to 10s, negative: do not wait. Keep it
+	// under the Router's CloseTimeout, which is 30s.
+	CloseTimeout time.Duration
+}
+
+// Subscriber receives messages of topics. It implements message.Subscriber and message.SubscribeInitializer. It is cheap:
+// what is known about tables belongs to the client that all Subscribers and Publishers of a pool share.
+type Subscriber struct {
+	client *Client
+	config SubscriberConfig
+	log    watermill.LoggerAdapter
+
+	mu     sync.Mutex
+	closed bool
+	subs   map[*subscription]struct{}
+}
+
+var (
+	_ message.Subscriber           = (*Subscriber)(nil)
+	_ message.SubscribeInitializer = (*Subscriber)(nil)
+)
+
+// NewSubscriber makes a Subscriber on pool, which stays the caller's. It asks nothing of the database. A nil logger logs
+// nothing. An error names each field that is wrong.
+func NewSubscriber(pool *pgxpool.Pool, c SubscriberConfig, logger watermill.LoggerAdapter) (*Subscriber, error) {
+	client, err := clientOf(pool)
+	if err != nil {
+		return nil, fmt.Errorf("new subscriber: %w", err)
+	}
+	return client.newSubscriber(c, logger)
+}
+
+// NewSubscriber makes a Subscriber that logs with the client's logger.
+func (c *Client) NewSubscriber(config SubscriberConfig) (*Subscriber, error) {
+	return c.newSubscriber(config, c.logger())
+}
+
+func (c *Client) newSubscriber(config SubscriberConfig, logger watermill.LoggerAdapter) (*Subscriber, error) {
+	config.setDefaults()
+	if err := config.check(); err != nil {
+		return nil, fmt.Errorf("new subscriber: %w", err)
+	}
+	return &Subscriber{client: c, config: config, log: orNop(logger), subs: map[*subscription]struct{}{}}, nil
+}
+
+func (c *SubscriberConfig) setDefaults() {
+	if c.Concurrency == 0 {
+		c.Concurrency = defaultConcurrency
+	}
+	if c.Backoff == nil {
+		c.Backoff = defaultBackoff
+	}
+	if c.OnUndecodable.kind == outcomeNone {
+		c.OnUndecodable = RetryAfter(undecodableDelay)
+	}
+	if c.CloseTimeout == 0 {
+		c.CloseTimeout = defaultCloseTimeout
+	}
+}
+
+func (c *SubscriberConfig) check() error {
+	var problems []error
+	if c.Concurrency < 1 || c.Concurrency > maxConcurrency {
+		problems = append(problems, fmt.Errorf("SubscriberConfig.Concurrency %d: not between 1 and %d", c.Concurrency, maxConcurrency))
+	}
+	if c.PollInterval < 0 {
+		problems = append(problems, fmt.Errorf("SubscriberConfig.PollInterval %v: negative", c.PollInterval))
+	}
+	return errors.Join(problems...)
+}
+
+// Subscribe delivers the topic's messages on the channel until ctx ends or the Subscriber is closed; then the channel is
+// closed, after the drain. The values of ctx are in every message's context; its end is not: messages that are with
+// handlers have CloseTimeout to settle.
+//
+// It creates the default table where it is missing (see Config.NoMigrate) and needs the database for that; an error
+// leaves nothing behind and the call can be repeated. Later outages are survived: the channel stays open.
+func (s *Subscriber) Subscribe(ctx context.Context, topic string) (<-chan *message.Message, error) {
+	sub, err := s.subscribe(ctx, topic)
+	if err != nil {
+		return nil, fmt.Errorf("subscribe %q: %w", topic, err)
+	}
+	return sub.out, nil
+}
+
+func (s *Subscriber) subscribe(ctx context.Context, topic string) (*subscription, error) {
+	if s.isClosed() {
+		return nil, ErrSubscriberClosed
+	}
+	if err := checkTopic(topic); err != nil {
+		return nil, err
+	}
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	queue, err := s.client.route(topic)
+	if err != nil {
+		return nil, err
+	}
+	if err := queue.ready(ctx, s.client); err != nil {
+		return nil, err
+	}
+	sub := s.newSubscription(ctx, topic, queue)
+	if !s.add(sub) {
+		return nil, ErrSubscriberClosed
+	}
+	unwatch := context.AfterFunc(ctx, sub.stop)
+	go func() {
+		defer s.remove(sub)
+		defer unwatch()
+		sub.run()
+	}()
+	return sub, nil
+}
+
+// SubscribeInitialize creates the default table where it is missing. Subscribe and Publish do the same.
+func (s *Subscriber) SubscribeInitialize(topic string) error {
+	if err := s.initialize(topic); err != nil {
+		return fmt.Errorf("initialize %q: %w", topic, err)
+	}
+	return nil
+}
+
+func (s *Subscriber) initialize(topic string) error {
+	if s.isClosed() {
+		return ErrSubscriberClosed
+	}
+	if err := checkTopic(topic); err != nil {
+		return err
+	}
+	queue, err := s.client.route(topic)
+	if err != nil {
+		return err
+	}
+	return queue.ready(context.Background(), s.client)
+}
+
+// Close ends all subscriptions and returns when their channels are closed: after at most CloseTimeout for the messages
+// that are with handlers, and a few seconds for the database. Messages that were acknowledged by then are settled and
+// never come again; the others are claimable at once, with their attempt given back. Further calls wait for the same end.
+func (s *Subscriber) Close() error {
+	s.mu.Lock()
+	s.closed = true
+	subs := make([]*subscription, 0, len(s.subs))
+	for sub := range s.subs {
+		subs = append(subs, sub)
+	}
+	s.mu.Unlock()
+	for _, sub := range subs {
+		sub.stop()
+	}
+	for _, sub := range subs {
+		<-sub.done
+	}
+	return nil
+}
+
+func (s *Subscriber) isClosed() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.closed
+}
+
+// add registers a subscription with its Subscriber and the client, unless the Subscriber was closed meanwhile.
+func (s *Subscriber) add(sub *subscription) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed || !s.client.add(sub) {
+		sub.cancelClaims()
+		return false
+	}
+	s.subs[sub] = struct{}{}
+	return true
+}
+
+func (s *Subscriber) remove(sub *subscription) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.subs, sub)
+}
+
+func (s *Subscriber) newSubscription(ctx context.Context, topic string, q *queue) *subscription {
+	claims, cancel := context.WithCancel(context.Background())
+	config := s.config
+	if config.PollInterval == 0 {
+		config.PollInterval = s.client.config.PollInterval
+	}
+	sub := &subscription{
+		client: s.client, queue: q, config: config, topic: topic,
+		logger: s.log,
+		log:    s.log.With(watermill.LogFields{"topic": topic, "consumer_group": "", "table": q.table.String()}),
+		base:   context.WithoutCancel(ctx), out: make(chan *message.Message),
+		key: wakeKey{table: q.table.String(), topic: topic}, waker: newWaker(),
+		stopping: make(chan struct{}), claims: claims, cancelClaims: cancel, done: make(chan struct{}),
+		inWork: map[*delivery]time.Time{}, changed: make(chan struct{}, 1),
+	}
+	sub.claim = sub.claimFrom
+	return sub
+}
+
+func checkTopic(topic string) error {
+	if topic == "" {
+		return errors.New("topic is empty")
+	}
+	if len(topic) > maxTopic {
+		return fmt.Errorf("topic has %d bytes, the limit is %d", len(topic), maxTopic)
+	}
+	return checkText("topic", topic)
+}

@@ -1,0 +1,337 @@
+package pgmill
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/jackc/pgx/v5"
+
+	"github.com/pgmill/pgmill/claimshape"
+)
+
+const (
+	// After a claim that failed the next one waits this long, whatever wakes come, so that an unreachable database does
+	// not spin the loop.
+	claimErrorPause = time.Second
+
+	// A claim that is not answered by then is given up with its connection; rows that it may have taken return with
+	// their lease.
+	claimTimeout = 15 * time.Second
+
+	// A closing subscription waits this long for the claim under way, whose rows would otherwise be leased to nobody.
+	closingClaim = 2 * time.Second
+
+	// After the drain, settlements that are under way or queued have this long to reach the database.
+	flushTimeout = 5 * time.Second
+
+	// Claims stop while this many acknowledged deliveries wait for the database.
+	maxUnsettled = 1000
+)
+
+// subscription is one Subscribe: a loop that claims, hands over, and waits.
+type subscription struct {
+	client *Client
+	queue  *queue
+	config SubscriberConfig
+	log    watermill.LoggerAdapter // with the topic
+	logger watermill.LoggerAdapter // the Subscriber's
+	topic  string
+	group  string
+
+	base context.Context // values of Subscribe's context; never ends
+	out  chan *message.Message
+	lane *lane
+
+	key   wakeKey
+	place *wakeGroup
+	waker *waker
+	owed  bool // woken, and no claim has answered since
+	woken wakeReason
+	poll  time.Time // when the interval ends the wait
+	timer *time.Timer
+
+	claim func(ctx context.Context, limit int) ([]claimshape.Row, claimshape.Verdict, error)
+
+	stopping     chan struct{}
+	stopOnce     sync.Once
+	claims       context.Context // ends when a closing subscription does not wait for its claim any longer
+	cancelClaims context.CancelFunc
+	awaiting     sync.WaitGroup // one per delivery handed over
+	done         chan struct{}
+
+	mu        sync.Mutex
+	inWork    map[*delivery]time.Time // claimed and not decided, with the time of the claim
+	unsettled int                     // claimed and not finished
+	changed   chan struct{}           // one permit: a slot or a settlement came free
+	health    subscriptionHealth
+}
+
+// stop begins the end of the subscription. It does not wait.
+func (s *subscription) stop() {
+	s.stopOnce.Do(func() {
+		close(s.stopping)
+		time.AfterFunc(closingClaim, s.cancelClaims)
+	})
+}
+
+// run claims until the subscription is stopped, then drains it.
+func (s *subscription) run() {
+	s.log.Info("Subscribed", nil)
+	s.poll = time.Now().Add(s.config.PollInterval)
+	s.timer = time.NewTimer(s.config.PollInterval)
+	defer s.timer.Stop()
+	for s.step() {
+	}
+	s.drain()
+	s.log.Info("Subscription closed", nil)
+}
+
+// step is one claim with what follows it. It answers false when the subscription is to end.
+func (s *subscription) step() bool {
+	free, ok := s.awaitSlot()
+	if !ok {
+		return false
+	}
+	verdict, err := s.claimRows(free)
+	switch {
+	case s.stopped():
+		return false
+	case err != nil:
+		return s.pause(claimErrorPause)
+	case verdict == claimshape.Full:
+		s.place.signal(1, s.woken, s.waker)
+		return true
+	}
+	return s.wait()
+}
+
+func (s *subscription) stopped() bool {
+	select {
+	case <-s.stopping:
+		return true
+	default:
+		return false
+	}
+}
+
+// awaitSlot waits until a delivery may be claimed, and answers how many.
+func (s *subscription) awaitSlot() (int, bool) {
+	for {
+		if s.stopped() {
+			return 0, false
+		}
+		if free := s.slots(); free > 0 {
+			return free, true
+		}
+		select {
+		case <-s.changed:
+		case <-s.stopping:
+		}
+	}
+}
+
+// claimRows claims up to limit rows and hands them over, one after the other, in claim order.
+func (s *subscription) claimRows(limit int) (claimshape.Verdict, error) {
+	ctx, cancel := context.WithTimeout(s.claims, claimTimeout)
+	defer cancel()
+	start := time.Now()
+	rows, verdict, err := s.claim(ctx, limit)
+	s.claimed(ClaimEvent{Topic: s.topic, Group: s.group, Asked: limit, Got: len(rows), Took: time.Since(start), Err: err})
+	if err != nil {
+		return verdict, err
+	}
+	s.owed = false
+	if len(rows) > 0 {
+		s.handOver(s.takeIntoWork(rows, start))
+	}
+	return verdict, nil
+}
+
+func (s *subscription) claimed(e ClaimEvent) {
+	s.noteClaim(e.Err)
+	if e.Err != nil && !s.stopped() {
+		s.log.Error("Claim failed and will be tried again", e.Err, nil)
+	}
+	s.client.config.Observer.claimed(e)
+}
+
+// takeIntoWork makes deliveries of the rows and puts them under the keeper. claimed is our clock from before the claim,
+// so that the lease never seems longer than it is.
+func (s *subscription) takeIntoWork(rows []claimshape.Row, claimed time.Time) []*delivery {
+	all := make([]*delivery, len(rows))
+	for i := range rows {
+		all[i] = newDelivery(s, rows[i], claimed)
+	}
+	s.mu.Lock()
+	for _, d := range all {
+		s.inWork[d] = claimed
+	}
+	s.unsettled += len(all)
+	s.mu.Unlock()
+	s.client.inWork.Add(int64(len(all)))
+	s.lane.add(all)
+	return all
+}
+
+// handOver sends the messages, in order. What nobody has received when the subscription stops is released.
+func (s *subscription) handOver(all []*delivery) {
+	for i, d := range all {
+		if err := d.decode(); err != nil {
+			s.undecodable(d, err)
+			continue
+		}
+		select {
+		case <-d.ctx.Done(): // lost meanwhile
+			continue
+		default:
+		}
+		s.awaiting.Add(1)
+		select {
+		case s.out <- d.msg:
+			s.log.Trace("Message handed over", watermill.LogFields{"message_uuid": d.msg.UUID, "id": d.row.ID, "attempt": d.row.Attempt})
+			go d.await()
+		case <-d.ctx.Done():
+			s.awaiting.Done()
+		case <-s.stopping:
+			s.awaiting.Done()
+			for _, left := range all[i:] {
+				left.end(Outcome{kind: outcomeRelease})
+			}
+			return
+		}
+	}
+}
+
+// undecodable settles a row that is no message. The rows beside it are delivered.
+func (s *subscription) undecodable(d *delivery, err error) {
+	err = fmt.Errorf("decode %s id %d: %w", s.queue.table, d.row.ID, err)
+	s.log.Error("Row does not decode", err, watermill.LogFields{"message_uuid": d.row.UUID, "id": d.row.ID, "attempt": d.row.Attempt})
+	s.noteUndecodable()
+	o := s.config.OnUndecodable
+	if o.kind == outcomeRetry {
+		o = s.retry(d)
+	}
+	d.end(o.Because(err))
+}
+
+// retry is what follows a Nack.
+func (s *subscription) retry(d *delivery) Outcome {
+	const maxInt = int(^uint(0) >> 1)
+	o := Retry()
+	o.delay = s.config.Backoff(int(min(d.row.Attempt, int64(maxInt))))
+	return o
+}
+
+// wait until the interval, a wake, or the end. It answers false at the end.
+func (s *subscription) wait() bool {
+	reason, waiting := s.waker.startWait()
+	if !waiting {
+		s.wokenBy(reason)
+		return true
+	}
+	until := max(0, time.Until(s.poll))
+	s.timer.Reset(until)
+	s.client.config.Observer.waiting(WaitEvent{Topic: s.topic, Group: s.group, Until: until})
+	select {
+	case reason = <-s.waker.woken:
+	case <-s.timer.C:
+		reason = s.waker.endWait(wokenByInterval)
+		s.poll = time.Now().Add(s.config.PollInterval)
+	case <-s.stopping:
+		if r := s.waker.endWait(wokenByInterval); r != wokenByInterval {
+			s.wokenBy(r)
+		}
+		return false
+	}
+	s.wokenBy(reason)
+	s.client.config.Observer.woken(WakeEvent{Topic: s.topic, Group: s.group, Reason: reason.String()})
+	return true
+}
+
+func (s *subscription) wokenBy(r wakeReason) {
+	s.owed = r != wokenByInterval
+	if s.owed {
+		s.woken = r
+	}
+}
+
+// pause after a failed claim. Wakes are kept and do not shorten it; only the end does.
+func (s *subscription) pause(d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return true
+	case <-s.stopping:
+		return false
+	}
+}
+
+// slots is how many deliveries may be claimed now.
+func (s *subscription) slots() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.unsettled-len(s.inWork) >= maxUnsettled {
+		return 0
+	}
+	return s.config.Concurrency - len(s.inWork)
+}
+
+// freeSlot gives a decided delivery's slot back.
+func (s *subscription) freeSlot(d *delivery) {
+	s.mu.Lock()
+	delete(s.inWork, d)
+	s.mu.Unlock()
+	s.client.inWork.Add(-1)
+	s.notifyChange()
+}
+
+// settled counts a finished delivery.
+func (s *subscription) settled() {
+	s.mu.Lock()
+	s.unsettled--
+	s.mu.Unlock()
+	s.notifyChange()
+}
+
+func (s *subscription) notifyChange() {
+	select {
+	case s.changed <- struct{}{}:
+	default:
+	}
+}
+
+// afterSettle wakes for what a settlement of ours makes claimable, now or later.
+func (s *subscription) afterSettle(o Outcome) {
+	switch o.kind {
+	case outcomeRetry, outcomeRetryAfter:
+		s.place.due.add(max(0, o.delay))
+	case outcomeRelease:
+		s.place.signal(1, wokenBySettled, nil)
+	}
+}
+
+// reportLost logs a delivery that was lost; its handler may have done its work already.
+func (s *subscription) reportLost(d *delivery, err error) {
+	fields := watermill.LogFields{"message_uuid": d.row.UUID, "id": d.row.ID, "attempt": d.row.Attempt}
+	if err == nil {
+		err = ErrLeaseLost
+	}
+	s.log.Error("Delivery lost, the message comes again", err, fields)
+}
+
+// claimFrom is the claim that run uses: one statement on a connection of the pool.
+func (s *subscription) claimFrom(ctx context.Context, limit int) (rows []claimshape.Row, v claimshape.Verdict, err error) {
+	err = s.client.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+		rows, v, err = s.queue.lease.Claim(ctx, conn, s.topic, s.group, claimshape.Floor{}, limit)
+		return err
+	})
+	if err != nil {
+		return nil, claimshape.Short, fmt.Errorf("claim %q: %w", s.topic, err)
+	}
+	return rows, v, nil
+}

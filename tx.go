@@ -1,0 +1,190 @@
+package pgmill
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/jackc/pgx/v5"
+
+	"github.com/pgmill/pgmill/claimshape"
+)
+
+// TxPublisher stores messages in a transaction of the caller's: they exist when it commits. It implements
+// message.Publisher, for the forwarder and for CQRS buses. Like the transaction it is for one goroutine at a time.
+type TxPublisher struct {
+	publisher *Publisher
+	exec      execer
+
+	mu    sync.Mutex
+	wakes map[wakeKey]int // rows that nobody was woken for
+}
+
+var _ message.Publisher = (*TxPublisher)(nil)
+
+// Tx makes a publisher on a transaction of pgx. Nothing is created in it: the table must exist.
+func (p *Publisher) Tx(tx pgx.Tx) *TxPublisher {
+	return &TxPublisher{publisher: p, exec: pgxExecer(tx)}
+}
+
+// SQLTx makes a publisher on a transaction of database/sql, whose driver must be pgx's stdlib.
+func (p *Publisher) SQLTx(tx *sql.Tx) *TxPublisher {
+	return &TxPublisher{publisher: p, exec: func(ctx context.Context, sql string, args ...any) error {
+		_, err := tx.ExecContext(ctx, sql, args...)
+		return err
+	}}
+}
+
+// Publish stores all messages in the transaction, in order. An error of the database leaves the transaction aborted, as
+// any failed statement does; an error that names a message was found before anything was sent.
+func (t *TxPublisher) Publish(topic string, msgs ...*message.Message) error {
+	if len(msgs) == 0 {
+		return nil
+	}
+	err := t.publish(topic, msgs)
+	if err != nil {
+		err = fmt.Errorf("publish %q: %w", topic, err)
+	}
+	t.publisher.client.config.Observer.published(PublishEvent{Topic: topic, N: len(msgs), Err: err})
+	return err
+}
+
+func (t *TxPublisher) publish(topic string, msgs []*message.Message) error {
+	queue, records, err := t.publisher.prepare(topic, msgs)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := contextOf(msgs)
+	defer cancel()
+	if err := ctx.Err(); err != nil {
+		return context.Cause(ctx)
+	}
+	sql, args := queue.insert.SQL(records)
+	if err := t.exec(ctx, sql, args...); err != nil {
+		if claimshape.MissingTable(err) {
+			err = fmt.Errorf("table %s is missing, and nothing is created inside a transaction; run Migrate: %w: %w",
+				queue.table, ErrSchema, err)
+		}
+		return err
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.wakes == nil {
+		t.wakes = map[wakeKey]int{}
+	}
+	t.wakes[wakeKey{table: queue.table.String(), topic: topic}] += len(msgs)
+	return nil
+}
+
+// Committed wakes the subscriptions of what was published. Call it after the commit, or leave it out: the rows are then
+// found at the poll interval.
+func (t *TxPublisher) Committed() {
+	t.mu.Lock()
+	wakes := t.wakes
+	t.wakes = nil
+	t.mu.Unlock()
+	for key, n := range wakes {
+		t.publisher.client.hub.signal(key, n, wokenByPublish)
+	}
+}
+
+// Close does nothing; the transaction is the caller's.
+func (t *TxPublisher) Close() error { return nil }
+
+// InTx runs f in a transaction of its own, so that what f publishes and what else it writes are stored together. It
+// commits where f returns nil, wakes the subscriptions after the commit, and rolls back where f returns an error, panics
+// or ends its goroutine. Messages published with the context that f gets join the transaction too, through any Publisher
+// of the same pool.
+//
+// An error that wraps ErrPublishUnknown means that the answer of the commit was lost; after any other nothing is stored.
+func (p *Publisher) InTx(ctx context.Context, o pgx.TxOptions, f func(ctx context.Context, tx pgx.Tx, pub *TxPublisher) error) error {
+	if err := p.enter(); err != nil {
+		return fmt.Errorf("publish in transaction: %w", err)
+	}
+	defer p.leave()
+	queue, err := p.client.route("")
+	if err == nil {
+		err = queue.ready(ctx, p.client) // before the transaction: no DDL runs in it
+	}
+	if err != nil {
+		return fmt.Errorf("publish in transaction: %w", err)
+	}
+	tx, err := p.client.pool.BeginTx(ctx, o)
+	if err != nil {
+		return fmt.Errorf("publish in transaction: begin: %w", err)
+	}
+	// After a commit this does nothing; after a panic or Goexit of f it is all there is.
+	defer func() { _ = rollback(ctx, tx) }()
+	pub := p.Tx(tx)
+	if err := f(context.WithValue(ctx, txKey{}, &join{tx: pub, of: tx, client: p.client.shared}), tx, pub); err != nil {
+		return errors.Join(err, rollback(ctx, tx))
+	}
+	if err := commit(ctx, tx); err != nil {
+		return fmt.Errorf("publish in transaction: commit: %w", err)
+	}
+	pub.Committed()
+	return nil
+}
+
+// commit waits for the answer once COMMIT is sent, whatever becomes of the context.
+func commit(ctx context.Context, tx pgx.Tx) error {
+	if err := ctx.Err(); err != nil {
+		return context.Cause(ctx)
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), writeTimeout)
+	defer cancel()
+	return unknown(tx.Commit(ctx))
+}
+
+func rollback(ctx context.Context, tx pgx.Tx) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), writeTimeout)
+	defer cancel()
+	if err := tx.Rollback(ctx); err != nil && !errors.Is(err, pgx.ErrTxClosed) {
+		return fmt.Errorf("rollback: %w", err)
+	}
+	return nil
+}
+
+// WithTx makes a context whose messages a Publisher stores in tx, for a bus that is shared with calls that are not in a
+// transaction. Nobody is woken for them: they are found at the poll interval, see TxPublisher.Committed.
+func WithTx(ctx context.Context, tx pgx.Tx) context.Context {
+	return context.WithValue(ctx, txKey{}, &join{of: tx})
+}
+
+type txKey struct{}
+
+// join is the transaction that a context carries.
+type join struct {
+	of     pgx.Tx
+	tx     *TxPublisher // of InTx, where the wakes are kept until the commit; nil for WithTx
+	client *shared      // of InTx: only its publishers join
+}
+
+// joinOf is the publisher of the transaction that all of the messages carry, or nil where none does.
+func (p *Publisher) joinOf(msgs []*message.Message) (*TxPublisher, error) {
+	var first *join
+	for i, msg := range msgs {
+		var j *join
+		if msg != nil {
+			j, _ = msg.Context().Value(txKey{}).(*join)
+		}
+		if j != nil && j.client != nil && j.client != p.client.shared {
+			j = nil
+		}
+		if i == 0 {
+			first = j
+		} else if (j == nil) != (first == nil) || j != nil && j.of != first.of {
+			return nil, fmt.Errorf("message %d does not carry the transaction that message 0 carries", i)
+		}
+	}
+	if first == nil {
+		return nil, nil
+	}
+	if first.tx != nil {
+		return first.tx, nil
+	}
+	return p.Tx(first.of), nil
+}

@@ -1,0 +1,275 @@
+package pgmill
+
+import (
+	"container/heap"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// wakeReason says what ended a wait.
+type wakeReason uint32
+
+const (
+	wokenByPublish  wakeReason = iota
+	wokenByDue                 // a delay that this process knew of is over
+	wokenBySettled             // a settlement made rows claimable
+	wokenByInterval            // the poll interval
+)
+
+func (r wakeReason) String() string {
+	return [...]string{"publish", "due", "settled", "interval"}[r]
+}
+
+// The states of a waker. From wakerPermit on the state is a permit, with its reason.
+const (
+	wakerBusy    uint32 = iota // claiming, handing over, or without a free slot
+	wakerWaiting               // in wait
+	wakerClosed
+	wakerPermit
+)
+
+// waker is a subscription's place in the hub. Signals meet it in one of three states: a waiting subscription is woken,
+// a busy one keeps one permit for its next wait, a closed one is passed over. The state decides, so a signal is never
+// lost between a claim's snapshot and the wait, and costs one atomic operation and no channel send where nobody waits.
+type waker struct {
+	state atomic.Uint32
+	woken chan wakeReason // holds at most the one wake of the change from waiting to busy
+}
+
+func newWaker() *waker { return &waker{woken: make(chan wakeReason, 1)} }
+
+// wake ends the wait of a waiting subscription, and says whether it did.
+func (w *waker) wake(r wakeReason) bool {
+	if !w.state.CompareAndSwap(wakerWaiting, wakerBusy) {
+		return false
+	}
+	w.woken <- r // never blocks: the last one was received before the state could be waiting again
+	return true
+}
+
+// permit wakes a waiting subscription, or leaves a busy one a permit.
+func (w *waker) permit(r wakeReason) {
+	for {
+		switch state := w.state.Load(); state {
+		case wakerWaiting:
+			if w.wake(r) {
+				return
+			}
+		case wakerBusy:
+			if w.state.CompareAndSwap(wakerBusy, wakerPermit+uint32(r)) {
+				return
+			}
+		default: // closed, or it has one already: never more
+			return
+		}
+	}
+}
+
+// startWait makes the subscription a waiting one, unless it has a permit, which is spent then.
+func (w *waker) startWait() (wakeReason, bool) {
+	if w.state.CompareAndSwap(wakerBusy, wakerWaiting) {
+		return 0, true
+	}
+	if state := w.state.Swap(wakerBusy); state >= wakerPermit {
+		return wakeReason(state - wakerPermit), false
+	}
+	return 0, false
+}
+
+// endWait is called when something else ended the wait. If a signal was faster, its wake counts.
+func (w *waker) endWait(r wakeReason) wakeReason {
+	if w.state.CompareAndSwap(wakerWaiting, wakerBusy) {
+		return r
+	}
+	return <-w.woken
+}
+
+// close takes the waker out of work, and says whether it had a permit.
+func (w *waker) close() bool {
+	return w.state.Swap(wakerClosed) >= wakerPermit
+}
+
+// wakeKey is what a publish knows of those it wakes.
+type wakeKey struct{ table, topic string }
+
+// wakeHub finds the waiting subscriptions of a table's topic.
+type wakeHub struct {
+	mu     sync.RWMutex
+	topics map[wakeKey]*wakeTopic
+}
+
+// wakeTopic has the consumer groups of a topic that have subscriptions in this process.
+type wakeTopic struct {
+	groups atomic.Pointer[[]*wakeGroup] // copied on write
+}
+
+// wakeGroup has the subscriptions of one group of a topic. They compete, so one row needs one of them.
+type wakeGroup struct {
+	name   string
+	wakers atomic.Pointer[[]*waker] // copied on write
+	turn   atomic.Uint32
+	due    dueTimes
+}
+
+// signal wakes subscriptions of a topic for n new rows, in each group.
+func (h *wakeHub) signal(key wakeKey, n int, r wakeReason) {
+	h.mu.RLock()
+	topic := h.topics[key]
+	h.mu.RUnlock()
+	if topic == nil {
+		return
+	}
+	for _, g := range *topic.groups.Load() {
+		g.signal(n, r, nil)
+	}
+}
+
+// signal wakes up to n waiting subscriptions, in turn. If none waits, all keep a permit: any of them may be between its
+// claim's snapshot and its wait. Where fewer wait than there are rows, a claim that comes back full wakes the next.
+func (g *wakeGroup) signal(n int, r wakeReason, except *waker) {
+	wakers := *g.wakers.Load()
+	if len(wakers) == 0 {
+		return
+	}
+	first, woken := int(g.turn.Add(1)%uint32(len(wakers))), 0
+	for i := range wakers {
+		w := wakers[(first+i)%len(wakers)]
+		if w != except && w.wake(r) {
+			if woken++; woken == n {
+				return
+			}
+		}
+	}
+	if woken > 0 {
+		return
+	}
+	for _, w := range wakers {
+		if w != except {
+			w.permit(r)
+		}
+	}
+}
+
+// join takes a place for a subscription.
+func (h *wakeHub) join(key wakeKey, group string, w *waker) *wakeGroup {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	topic := h.topics[key]
+	if topic == nil {
+		topic = &wakeTopic{}
+		topic.groups.Store(&[]*wakeGroup{})
+		if h.topics == nil {
+			h.topics = map[wakeKey]*wakeTopic{}
+		}
+		h.topics[key] = topic
+	}
+	groups := *topic.groups.Load()
+	i := slices.IndexFunc(groups, func(g *wakeGroup) bool { return g.name == group })
+	if i < 0 {
+		g := &wakeGroup{name: group}
+		g.wakers.Store(&[]*waker{})
+		g.due.fire = func(n int) { g.signal(n, wokenByDue, nil) }
+		groups = append(slices.Clip(groups), g)
+		topic.groups.Store(&groups)
+		i = len(groups) - 1
+	}
+	wakers := append(slices.Clip(*groups[i].wakers.Load()), w)
+	groups[i].wakers.Store(&wakers)
+	return groups[i]
+}
+
+// leave gives the place back. A permit that was not spent is passed on: its row may have no other witness.
+func (h *wakeHub) leave(key wakeKey, g *wakeGroup, w *waker, owed bool) {
+	h.mu.Lock()
+	wakers := slices.DeleteFunc(slices.Clone(*g.wakers.Load()), func(other *waker) bool { return other == w })
+	g.wakers.Store(&wakers)
+	if len(wakers) == 0 {
+		h.dropLocked(key, g)
+	}
+	h.mu.Unlock()
+	if w.close() || owed {
+		g.signal(1, wokenByPublish, nil)
+	}
+}
+
+func (h *wakeHub) dropLocked(key wakeKey, g *wakeGroup) {
+	g.due.stop()
+	topic := h.topics[key]
+	groups := slices.DeleteFunc(slices.Clone(*topic.groups.Load()), func(other *wakeGroup) bool { return other == g })
+	topic.groups.Store(&groups)
+	if len(groups) == 0 {
+		delete(h.topics, key)
+	}
+}
+
+// dueTimes wakes when a delay that this process knows of is over.
+type dueTimes struct {
+	fire func(n int)
+
+	mu    sync.Mutex
+	times timeHeap
+	timer *time.Timer
+	ended bool
+}
+
+// add wakes after d. The database's clock decides what is due and may run slower than ours: a ten-thousandth is more
+// than quartz clocks differ.
+func (t *dueTimes) add(d time.Duration) {
+	at := time.Now().Add(d + d/10_000 + time.Millisecond)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.ended {
+		return
+	}
+	heap.Push(&t.times, at)
+	if t.times[0].Equal(at) {
+		t.armLocked()
+	}
+}
+
+func (t *dueTimes) armLocked() {
+	if t.timer != nil {
+		t.timer.Stop()
+	}
+	t.timer = time.AfterFunc(time.Until(t.times[0]), t.expire)
+}
+
+func (t *dueTimes) expire() {
+	t.mu.Lock()
+	now, n := time.Now(), 0
+	for len(t.times) > 0 && !t.times[0].After(now) {
+		heap.Pop(&t.times)
+		n++
+	}
+	if len(t.times) > 0 && !t.ended {
+		t.armLocked()
+	}
+	t.mu.Unlock()
+	if n > 0 {
+		t.fire(n)
+	}
+}
+
+func (t *dueTimes) stop() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.ended, t.times = true, nil
+	if t.timer != nil {
+		t.timer.Stop()
+	}
+}
+
+type timeHeap []time.Time
+
+func (h timeHeap) Len() int           { return len(h) }
+func (h timeHeap) Less(i, j int) bool { return h[i].Before(h[j]) }
+func (h timeHeap) Swap(i, j int)      { h[i], h[j] = h[j], h[i] }
+func (h *timeHeap) Push(x any)        { *h = append(*h, x.(time.Time)) }
+func (h *timeHeap) Pop() any {
+	last := len(*h) - 1
+	x := (*h)[last]
+	*h = (*h)[:last]
+	return x
+}
