@@ -1,11 +1,13 @@
 package pgtest_test
 
 import (
+	"context"
 	"fmt"
 	"os"
 	"os/exec"
 	"runtime"
 	"strconv"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -142,25 +144,36 @@ func TestRequireIdleSeesWhatIsHeld(t *testing.T) {
 	t.Parallel()
 	db := pgtest.New(t)
 	db.RequireIdle(t, pgtest.NoListeners())
-	for name, sql := range map[string]string{
-		"advisory lock": "SELECT pg_advisory_lock(7)",
-		"transaction":   "BEGIN",
-		"listener":      "LISTEN somewhere",
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			db := pgtest.New(t)
-			conn := db.Conn(t)
-			_, err := conn.Exec(t.Context(), sql)
-			require.NoError(t, err)
-			if name == "listener" {
-				db.RequireIdle(t)
-			}
-			fake := &fakeT{TB: t}
-			fake.run(func() { db.RequireIdle(fake, pgtest.NoListeners()) })
-			require.True(t, fake.failed)
-		})
+	held := []string{"SELECT pg_advisory_lock(7)", "BEGIN", "LISTEN somewhere"}
+	for _, sql := range held {
+		_, err := db.Conn(t).Exec(t.Context(), sql)
+		require.NoError(t, err)
 	}
+	fake := &fakeT{TB: t}
+	fake.run(func() { db.RequireIdle(fake, pgtest.NoListeners()) })
+	require.True(t, fake.failed)
+	for _, part := range []string{"holds advisory lock", "is idle in transaction: BEGIN", "LISTEN somewhere"} {
+		require.Contains(t, strings.Join(fake.errors, ""), part)
+	}
+}
+
+func TestRequireIdleWaitsAndAllowsListeners(t *testing.T) {
+	t.Parallel()
+	db := pgtest.New(t)
+	busy, listener := db.Conn(t), db.Conn(t)
+	_, err := listener.Exec(t.Context(), "LISTEN somewhere")
+	require.NoError(t, err)
+	done := make(chan error, 1)
+	go func() {
+		_, err := busy.Exec(context.Background(), "SELECT pg_sleep(0.3)")
+		done <- err
+	}()
+	require.Eventually(t, func() bool {
+		return db.QueryInt(t, "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%pg_sleep(%' AND pid = $1",
+			int32(busy.PgConn().PID())) == 1
+	}, 5*time.Second, 10*time.Millisecond)
+	db.RequireIdle(t)
+	require.NoError(t, <-done)
 }
 
 // fakeT takes what a helper does to a test without doing it to this one.
