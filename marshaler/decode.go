@@ -9,10 +9,10 @@ import (
 	"github.com/ThreeDotsLabs/watermill/message"
 )
 
-// decodeMetadata reads text, the JSON of a metadata column, into md. NULL (nil) and JSON null are no
-// metadata; watermill-sql stores null for it. An object of strings may be spelled in any way JSON
-// allows, because a json column keeps the text as it was written; of keys that come twice the last
-// wins, as in jsonb.
+// decodeMetadata reads text, the JSON of a metadata column, into md. NULL (nil) and JSON null are
+// no metadata; watermill-sql stores null for it. An object of strings may be spelled in any way
+// JSON allows, because a json column keeps the text as it was written; of keys that come twice
+// the last wins, as in jsonb.
 func decodeMetadata(text []byte, md message.Metadata) error {
 	if text == nil {
 		return nil
@@ -29,8 +29,8 @@ func decodeMetadata(text []byte, md message.Metadata) error {
 	return nil
 }
 
-// scanner reads a JSON object of strings from left to right. Its errors continue "metadata" and never
-// quote a value.
+// scanner reads a JSON object of strings from left to right. Its errors continue "metadata" and
+// never quote a value.
 type scanner struct {
 	text []byte
 	pos  int
@@ -92,8 +92,8 @@ func (s *scanner) member(md message.Metadata) error {
 	return nil
 }
 
-// str reads a string; s.pos is at its opening quote. One without escapes, which is nearly every one, is
-// a view of the text.
+// str reads a string; s.pos is at its opening quote. One without escapes, which is nearly every
+// one, is a view of the text.
 func (s *scanner) str() (string, error) {
 	s.pos++
 	start := s.pos
@@ -113,9 +113,9 @@ func (s *scanner) str() (string, error) {
 	return "", s.errorf("unfinished string")
 }
 
-// view is b as a string without a copy. That is sound because nobody writes into a row's metadata text:
-// the claim copied it out of the driver's buffer for this message, never touches it again, and a
-// user of the message sees the strings only.
+// view is b as a string without a copy. That is sound because nobody writes into a row's metadata
+// text: the claim copied it out of the driver's buffer for this message, never touches it again,
+// and a user of the message sees the strings only.
 func view(b []byte) string {
 	return unsafe.String(unsafe.SliceData(b), len(b))
 }

@@ -47,8 +47,8 @@ func checkEntry(key, value string) error {
 
 const hex = "0123456789abcdef"
 
-// appendString appends s in quotes. JSON wants quotes, backslashes and control characters escaped and
-// nothing else.
+// appendString appends s in quotes. JSON wants quotes, backslashes and control characters escaped
+// and nothing else.
 func appendString(buf []byte, s string) []byte {
 	buf = append(buf, '"')
 	done := 0

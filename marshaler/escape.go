@@ -5,9 +5,9 @@ import (
 	"unicode/utf8"
 )
 
-// escaped reads the rest of a string that began at start and has its first escape at s.pos. The result
-// is a copy: an escape is never shorter than what it stands for, so the text's length to the
-// closing quote is enough for it.
+// escaped reads the rest of a string that began at start and has its first escape at s.pos. The
+// result is a copy: an escape is never shorter than what it stands for, so the text's length to
+// the closing quote is enough for it.
 func (s *scanner) escaped(start int) (string, error) {
 	out := make([]byte, s.pos-start, s.rawLen(start))
 	copy(out, s.text[start:])

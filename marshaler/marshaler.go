@@ -1,8 +1,8 @@
 // Package marshaler turns Watermill messages into the columns of a queue table and back.
 //
 // A Marshaler sees the payload and the metadata of a message; the other columns (id, topic, uuid,
-// attempt, ...) belong to the engine. Default stores the payload as it is and the metadata as a JSON
-// object of strings, and the round trip is exact. SkipMetadata is for topics that have none.
+// attempt, ...) belong to the engine. Default stores the payload as it is and the metadata as a
+// JSON object of strings, and the round trip is exact. SkipMetadata is for topics that have none.
 //
 // A Marshaler of one's own usually wraps Default and changes the payload alone:
 //
@@ -33,7 +33,8 @@ type Marshaler interface {
 	Unmarshal(row Row, msg *message.Message) error
 }
 
-// Row is one claimed row as a Marshaler reads it. It is made by the engine, and methods may be added.
+// Row is one claimed row as a Marshaler reads it. It is made by the engine, and methods may be
+// added.
 //
 // The slices stay valid for as long as anyone keeps them, and an append to one copies it: their
 // capacity is capped. A handler owns its message's Payload and may write into it; nobody may write

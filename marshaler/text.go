@@ -11,8 +11,8 @@ var (
 	errUTF8 = errors.New("is not valid UTF-8")
 )
 
-// CheckText says whether a text or jsonb column can hold s: it is valid UTF-8 and has no NUL byte. The
-// error reads after the name of what was checked: "topic: has a NUL byte".
+// CheckText says whether a text or jsonb column can hold s: it is valid UTF-8 and has no NUL
+// byte. The error reads after the name of what was checked: "topic: has a NUL byte".
 func CheckText(s string) error {
 	if strings.IndexByte(s, 0) >= 0 {
 		return errNUL
