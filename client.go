@@ -28,6 +28,11 @@ type Config struct {
 	// Table that holds the messages. Defaults to public.pgmill_messages, created on first use.
 	Table claimshape.Table
 
+	// Routes of topics to tables, by topic, prefix ("audit.*" is every topic that begins with "audit.") or "*". An exact
+	// topic wins, then the longest prefix. Publisher and Subscriber share them, so that they cannot differ. With routes, a
+	// topic that none of them has is ErrNoRoute. Defaults to Table for all topics.
+	Routes map[string]Route
+
 	// Marshaler between messages and columns. Defaults to marshaler.Default(): payload as it is, metadata as JSON.
 	Marshaler marshaler.Marshaler
 
@@ -50,10 +55,11 @@ func (c *Config) setDefaults() {
 	if c.PollInterval == 0 {
 		c.PollInterval = defaultPollInterval
 	}
+	c.setRouteDefaults()
 }
 
 func (c *Config) check() error {
-	problems := []error{c.Table.Check()}
+	problems := []error{c.Table.Check(), c.checkRoutes()}
 	if c.PollInterval < 0 {
 		problems = append(problems, fmt.Errorf("Config.PollInterval %v: negative", c.PollInterval))
 	}
@@ -77,9 +83,8 @@ type shared struct {
 	config Config
 	log    watermill.LoggerAdapter
 	opened bool
-	used   bool // by a Subscribe or Publish: the config is fixed
 	closed bool
-	queue  *queue
+	routes *routes // made by the first Subscribe or Publish: the config is fixed
 	lanes  map[*queue]*lane
 	subs   map[*subscription]struct{}
 }
@@ -145,7 +150,7 @@ func open(ctx context.Context, pool *pgxpool.Pool, c Config, logger watermill.Lo
 	switch {
 	case client.opened:
 		return nil, errors.New("the pool's client is open already")
-	case client.used:
+	case client.routes != nil:
 		return nil, errors.New("the pool was used by a Subscribe or Publish before; open its client first")
 	}
 	client.opened, client.config, client.log = true, c, orNop(logger)
@@ -193,16 +198,20 @@ func (c *Client) open() []*subscription {
 	return slices.Collect(maps.Keys(c.subs))
 }
 
-// route is the queue of a topic. The first call fixes the config.
-func (c *Client) route(string) (*queue, error) {
+// route is the queue of a topic.
+func (c *Client) route(topic string) (*queue, error) {
+	return c.inUse().find(topic)
+}
+
+// inUse fixes the config with the first Subscribe or Publish.
+func (c *Client) inUse() *routes {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if !c.used {
-		c.used = true
+	if c.routes == nil {
 		c.config.setDefaults()
-		c.queue = newQueue(c.config.Table, c.link, c.config.Marshaler)
+		c.routes = newRoutes(&c.config, c.link)
 	}
-	return c.queue, nil
+	return c.routes
 }
 
 // add opens a subscription: it takes its place in the hub, and starts the table's lane if it is the first.
@@ -247,7 +256,7 @@ func (c *Client) remove(s *subscription) {
 func (c *Client) withConn(ctx context.Context, tries int, f func(ctx context.Context, conn *pgx.Conn) error) error {
 	conn, err := c.pool.Acquire(ctx)
 	if err != nil {
-		return fmt.Errorf("connect: %w", err)
+		return connectError{err}
 	}
 	defer conn.Release()
 	for {
@@ -257,6 +266,13 @@ func (c *Client) withConn(ctx context.Context, tries int, f func(ctx context.Con
 		}
 	}
 }
+
+// connectError is one of getting a connection: nothing was sent.
+type connectError struct{ error }
+
+func (e connectError) Error() string     { return "connect: " + e.error.Error() }
+func (e connectError) Unwrap() error     { return e.error }
+func (e connectError) SafeToRetry() bool { return true }
 
 func orNop(logger watermill.LoggerAdapter) watermill.LoggerAdapter {
 	if logger == nil {

@@ -5,6 +5,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
 
 	"github.com/pgmill/pgmill/claimshape"
@@ -86,6 +87,11 @@ func (d *delivery) info() Delivery {
 		Attempt:       d.row.Attempt,
 		EnqueuedAt:    d.row.EnqueuedAt(),
 	}
+}
+
+// fields are what log lines about the delivery have beside the subscription's.
+func (d *delivery) fields() watermill.LogFields {
+	return watermill.LogFields{"message_uuid": d.row.UUID, "id": d.row.ID, "attempt": d.row.Attempt}
 }
 
 // decode makes the message.

@@ -1,10 +1,6 @@
 package pgmill
 
-import (
-	"time"
-
-	"github.com/ThreeDotsLabs/watermill"
-)
+import "time"
 
 // drain ends a stopped subscription, within its CloseTimeout and flushTimeout. Nothing is claimed or handed over any
 // more. Deliveries in work keep their contexts and may settle; those that do not are cut off and released. The channel is
@@ -56,8 +52,7 @@ func (s *subscription) cutOff() {
 		if !d.decided.CompareAndSwap(false, true) {
 			continue
 		}
-		s.log.Error("Handler did not end within the close timeout, its message is released", ErrShutdown,
-			watermill.LogFields{"message_uuid": d.row.UUID, "id": d.row.ID, "attempt": d.row.Attempt})
+		s.log.Error("Handler did not end within the close timeout, its message is released", ErrShutdown, d.fields())
 		d.cancel(ErrShutdown)
 		s.freeSlot(d)
 		s.lane.settle(d, Outcome{kind: outcomeRelease})

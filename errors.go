@@ -28,6 +28,9 @@ var (
 	// message has been given back and no attempt was spent.
 	ErrShutdown = errors.New("shutting down")
 
+	// ErrNoRoute is returned for a topic that none of Config.Routes has.
+	ErrNoRoute = errors.New("no route")
+
 	// ErrSchema is wrapped by errors that say a table is not what it should be: it is missing and may not be created, or
 	// it was not made by pgmill.
 	ErrSchema = claimshape.ErrSchema

@@ -65,9 +65,13 @@ func (s *subscription) noteUndecodable() {
 	s.note(func(h *subscriptionHealth) { h.undecodable++ })
 }
 
-func (s *subscription) noteClaim(err error) {
+// noteClaim answers for how long claims had failed before this one.
+func (s *subscription) noteClaim(err error) (failed time.Duration) {
 	now := time.Now()
 	s.note(func(h *subscriptionHealth) {
+		if !h.failingSince.IsZero() {
+			failed = max(now.Sub(h.failingSince), 1)
+		}
 		if err != nil && h.failingSince.IsZero() {
 			h.failingSince = now
 		}
@@ -76,6 +80,7 @@ func (s *subscription) noteClaim(err error) {
 		}
 		h.lastErr = err
 	})
+	return failed
 }
 
 // healthNow is the subscription's part of Health, and for how long it has failed.

@@ -45,6 +45,7 @@ type lane struct {
 	pending []*settlement
 	paused  time.Time // settle not before
 	failing int
+	extends time.Time // when the keeper is due
 
 	watching   bool // watchTimer is armed
 	watchTimer *time.Timer
@@ -88,8 +89,9 @@ func (l *lane) add(all []*delivery) {
 	for _, d := range all {
 		l.work[d] = struct{}{}
 	}
-	if len(l.work) == len(all) {
-		l.kickLocked() // the keeper slept
+	if len(l.work) == len(all) { // the keeper slept
+		l.extends = time.Now().Add(l.third())
+		l.kickLocked()
 	}
 	if !l.watching && len(all) > 0 {
 		l.watchAtLocked(all[0].until.Add(-l.queue.table.Lease / expiryMargin))
@@ -150,7 +152,6 @@ func (l *lane) loop() {
 	defer close(l.done)
 	timer := time.NewTimer(0)
 	defer timer.Stop()
-	var extend time.Time
 	for {
 		select {
 		case <-l.stop:
@@ -158,23 +159,33 @@ func (l *lane) loop() {
 		case <-l.kick:
 		case <-timer.C:
 		}
-		now := time.Now()
-		if !now.Before(extend) {
+		if l.keeperDue() {
 			l.extend()
-			extend = time.Now().Add(l.third())
 		}
 		l.flush()
-		timer.Reset(time.Until(l.next(extend)))
+		timer.Reset(time.Until(l.next()))
 	}
 }
 
+// keeperDue says whether it is time to extend, and sets the next.
+func (l *lane) keeperDue() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	now := time.Now()
+	if len(l.work) == 0 || now.Before(l.extends) {
+		return false
+	}
+	l.extends = now.Add(l.third())
+	return true
+}
+
 // next is when the lane has something to do that no kick announces.
-func (l *lane) next(extend time.Time) time.Time {
+func (l *lane) next() time.Time {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	at := time.Now().Add(time.Hour)
 	if len(l.work) > 0 {
-		at = extend
+		at = l.extends
 	}
 	for _, p := range l.pending {
 		due := p.after
@@ -361,7 +372,7 @@ func (l *lane) again(batch []*settlement) {
 // failed deals with a statement that did not pass. If the server refused it, one row may be to blame, so the halves are
 // tried by themselves. If no answer came, it may have taken effect; id and token make it safe to send again.
 func (l *lane) failed(batch []*settlement, err error) {
-	if claimshape.Refused(err) && !claimshape.Transient(err) && !claimshape.Unreachable(err) {
+	if claimshape.Answered(err) && !claimshape.Transient(err) {
 		if len(batch) == 1 {
 			l.finish(batch[0], outcomeLost, err)
 			return

@@ -179,7 +179,7 @@ func (p *Publisher) record(m marshaler.Marshaler, topic string, msg *message.Mes
 func (p *Publisher) insert(ctx context.Context, q *queue, r *claimshape.Records) error {
 	conn, err := p.client.pool.Acquire(ctx)
 	if err != nil {
-		return fmt.Errorf("connect: %w", err)
+		return connectError{err}
 	}
 	defer conn.Release()
 	if err := ctx.Err(); err != nil {

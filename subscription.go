@@ -152,9 +152,12 @@ func (s *subscription) claimRows(limit int) (claimshape.Verdict, error) {
 }
 
 func (s *subscription) claimed(e ClaimEvent) {
-	s.noteClaim(e.Err)
-	if e.Err != nil && !s.stopped() {
-		s.log.Error("Claim failed and will be tried again", e.Err, nil)
+	failed := s.noteClaim(e.Err)
+	switch {
+	case e.Err != nil && failed == 0 && !s.stopped():
+		s.log.Error("Claim failed and will be tried again each second", e.Err, nil)
+	case e.Err == nil && failed > 0:
+		s.log.Info("Claims work again", watermill.LogFields{"failed": failed.Round(time.Millisecond)})
 	}
 	s.client.config.Observer.claimed(e)
 }
@@ -179,29 +182,23 @@ func (s *subscription) takeIntoWork(rows []claimshape.Row, claimed time.Time) []
 
 // handOver sends the messages, in order. What nobody has received when the subscription stops is released.
 func (s *subscription) handOver(all []*delivery) {
-	for i, d := range all {
+	for _, d := range all {
+		if s.stopped() {
+			d.end(Outcome{kind: outcomeRelease})
+			continue
+		}
 		if err := d.decode(); err != nil {
 			s.undecodable(d, err)
 			continue
 		}
 		select {
-		case <-d.ctx.Done(): // lost meanwhile
-			continue
-		default:
-		}
-		s.awaiting.Add(1)
-		select {
 		case s.out <- d.msg:
-			s.log.Trace("Message handed over", watermill.LogFields{"message_uuid": d.msg.UUID, "id": d.row.ID, "attempt": d.row.Attempt})
+			s.log.Trace("Message handed over", d.fields())
+			s.awaiting.Add(1)
 			go d.await()
-		case <-d.ctx.Done():
-			s.awaiting.Done()
+		case <-d.ctx.Done(): // lost meanwhile
 		case <-s.stopping:
-			s.awaiting.Done()
-			for _, left := range all[i:] {
-				left.end(Outcome{kind: outcomeRelease})
-			}
-			return
+			d.end(Outcome{kind: outcomeRelease})
 		}
 	}
 }
@@ -209,7 +206,7 @@ func (s *subscription) handOver(all []*delivery) {
 // undecodable settles a row that is no message. The rows beside it are delivered.
 func (s *subscription) undecodable(d *delivery, err error) {
 	err = fmt.Errorf("decode %s id %d: %w", s.queue.table, d.row.ID, err)
-	s.log.Error("Row does not decode", err, watermill.LogFields{"message_uuid": d.row.UUID, "id": d.row.ID, "attempt": d.row.Attempt})
+	s.log.Error("Row does not decode", err, d.fields())
 	s.noteUndecodable()
 	o := s.config.OnUndecodable
 	if o.kind == outcomeRetry {
@@ -317,11 +314,10 @@ func (s *subscription) afterSettle(o Outcome) {
 
 // reportLost logs a delivery that was lost; its handler may have done its work already.
 func (s *subscription) reportLost(d *delivery, err error) {
-	fields := watermill.LogFields{"message_uuid": d.row.UUID, "id": d.row.ID, "attempt": d.row.Attempt}
 	if err == nil {
 		err = ErrLeaseLost
 	}
-	s.log.Error("Delivery lost, the message comes again", err, fields)
+	s.log.Error("Delivery lost, the message comes again", err, d.fields())
 }
 
 // claimFrom is the claim that run uses: one statement on a connection of the pool.

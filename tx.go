@@ -105,12 +105,10 @@ func (p *Publisher) InTx(ctx context.Context, o pgx.TxOptions, f func(ctx contex
 		return fmt.Errorf("publish in transaction: %w", err)
 	}
 	defer p.leave()
-	queue, err := p.client.route("")
-	if err == nil {
-		err = queue.ready(ctx, p.client) // before the transaction: no DDL runs in it
-	}
-	if err != nil {
-		return fmt.Errorf("publish in transaction: %w", err)
+	for _, q := range p.client.inUse().all() { // before the transaction: no DDL runs in it
+		if err := q.ready(ctx, p.client); err != nil {
+			return fmt.Errorf("publish in transaction: %w", err)
+		}
 	}
 	tx, err := p.client.pool.BeginTx(ctx, o)
 	if err != nil {

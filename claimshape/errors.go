@@ -1,9 +1,7 @@
 package claimshape
 
 import (
-	"context"
 	"errors"
-	"net"
 	"strings"
 
 	"github.com/jackc/pgx/v5"
@@ -14,14 +12,19 @@ import (
 // layout, or the role may not create it.
 var ErrSchema = errors.New("schema mismatch")
 
-// Refused says that the server answered with an error and nothing of the statement took effect. Where it is false, and
-// the error is not nil, the statement may have taken effect: its answer was lost, or the server went away.
+// Refused says that nothing of a statement took effect: it was not sent, or the server answered with an error. Where it
+// is false, and the error is not nil, the statement may have taken effect: its answer was lost, or the server went away.
 func Refused(err error) bool {
-	if pgconn.SafeToRetry(err) || errors.Is(err, pgx.ErrTxCommitRollback) {
-		return true
-	}
+	return pgconn.SafeToRetry(err) || Answered(err)
+}
+
+// Answered says that the server answered the statement with an error, and so nothing of it took effect.
+func Answered(err error) bool {
 	var answer *pgconn.PgError
-	return errors.As(err, &answer) && !goingAway(answer.Code)
+	if errors.As(err, &answer) {
+		return !goingAway(answer.Code)
+	}
+	return errors.Is(err, pgx.ErrTxCommitRollback)
 }
 
 // Transient says that the same statement may pass if it is sent again at once: it lost against a concurrent one, waited
@@ -57,20 +60,4 @@ func goingAway(code string) bool {
 func stalePlan(err error) bool {
 	var answer *pgconn.PgError
 	return errors.As(err, &answer) && (answer.Code == "0A000" || answer.Code == "26000")
-}
-
-// Unreachable says that the error is one of the connection and not of a statement: the server is down, restarting,
-// out of reach, or did not answer in time.
-func Unreachable(err error) bool {
-	var connect *pgconn.ConnectError
-	var network net.Error
-	var answer *pgconn.PgError
-	switch {
-	case err == nil:
-		return false
-	case errors.As(err, &answer):
-		return goingAway(answer.Code)
-	}
-	return errors.As(err, &connect) || errors.As(err, &network) || errors.Is(err, context.DeadlineExceeded) ||
-		errors.Is(err, pgconn.ErrConnClosed)
 }
