@@ -1,0 +1,36 @@
+// Package pgmill is a Watermill Pub/Sub on the PostgreSQL that an application already has. It implements
+// message.Publisher and message.Subscriber: a program replaces its constructors and keeps its Router, its middleware and
+// its handlers.
+//
+//	pub, err := pgmill.NewPublisher(pool, pgmill.PublisherConfig{}, logger)
+//	sub, err := pgmill.NewSubscriber(pool, pgmill.SubscriberConfig{}, logger)
+//
+// Messages are rows of one table, created on first use. A subscription claims due rows, delivers them, and settles each
+// with what its handler says: Ack deletes the row, Nack brings it back after a backoff. An idle subscription sleeps until
+// a publish of the process, a delay that is over, or its poll interval wakes it. Delivery is at least once.
+//
+// # Files
+//
+// They read as a message travels: it is published (publisher.go, tx.go) into a table (route.go, queue.go, migrate.go), a
+// waiting subscription is woken (wake.go), claims (subscriber.go, subscription.go), delivers (delivery.go) and settles
+// (outcome.go, lane.go, with keeper.go for its lease), until it ends (drain.go). client.go is what all of this shares on
+// one pool, health.go and observer.go are how it is watched. SQL is in package claimshape, messages become columns in
+// package marshaler.
+//
+// # Goroutines
+//
+//	started by                how many                            ends with                   joined by
+//	Subscriber.Subscribe      1 per subscription (run)            Close, or Subscribe's ctx   Close; its channel is closed
+//	subscription.handOver     1 per delivery in work (await)      Ack, Nack, a lost lease,    drain
+//	                                                              the end of the drain
+//	Client.add                1 per table with subscriptions      its last subscription       Client.remove
+//	                          (lane.loop)
+//
+// Beside them there are timers: one per table for leases that are about to end, one per topic and group for delays.
+//
+// # Connections
+//
+// A statement takes a connection of the pool for its own length: a claim, a settlement, an extension of leases, an insert.
+// None is held while handlers run. Per subscription there is at most one at a time for claims, per table and process one
+// for settlements and leases.
+package pgmill
