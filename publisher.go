@@ -34,9 +34,10 @@ type PublisherConfig struct {
 
 // Publisher stores messages. It implements message.Publisher and is safe for concurrent use.
 type Publisher struct {
-	client *Client
-	config PublisherConfig
-	log    watermill.LoggerAdapter
+	client       *Client
+	config       PublisherConfig
+	log          watermill.LoggerAdapter
+	writeTimeout time.Duration // shorter in tests
 
 	mu       sync.Mutex
 	closed   bool
@@ -68,7 +69,10 @@ func (c *Client) newPublisher(config PublisherConfig, logger watermill.LoggerAda
 	if config.MaxPayload == 0 {
 		config.MaxPayload = math.MaxInt
 	}
-	return &Publisher{client: c, config: config, log: orNop(logger), idle: make(chan struct{})}, nil
+	return &Publisher{
+		client: c, config: config, log: orNop(logger),
+		writeTimeout: writeTimeout, idle: make(chan struct{}),
+	}, nil
 }
 
 // Publish stores all messages or none, in order, and returns after their commit. Of nothing it is nil.
@@ -185,7 +189,7 @@ func (p *Publisher) insert(ctx context.Context, q *queue, r *claimshape.Records)
 	if err := ctx.Err(); err != nil {
 		return context.Cause(ctx)
 	}
-	write, cancel := context.WithTimeout(context.WithoutCancel(ctx), writeTimeout)
+	write, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.writeTimeout)
 	defer cancel()
 	err = q.insert.Run(write, conn.Conn(), r)
 	for tries := 1; tries < transientTries && claimshape.Transient(err); tries++ {
@@ -245,7 +249,7 @@ func (p *Publisher) Close() error {
 	p.closeIdleLocked()
 	p.mu.Unlock()
 
-	timer := time.NewTimer(writeTimeout + time.Second)
+	timer := time.NewTimer(p.writeTimeout + time.Second)
 	defer timer.Stop()
 	select {
 	case <-p.idle:

@@ -115,12 +115,12 @@ func (p *Publisher) InTx(ctx context.Context, o pgx.TxOptions, f func(ctx contex
 		return fmt.Errorf("publish in transaction: begin: %w", err)
 	}
 	// After a commit this does nothing; after a panic or Goexit of f it is all there is.
-	defer func() { _ = rollback(ctx, tx) }()
+	defer func() { _ = p.rollback(ctx, tx) }()
 	pub := p.Tx(tx)
 	if err := f(context.WithValue(ctx, txKey{}, &join{tx: pub, of: tx, client: p.client.shared}), tx, pub); err != nil {
-		return errors.Join(err, rollback(ctx, tx))
+		return errors.Join(err, p.rollback(ctx, tx))
 	}
-	if err := commit(ctx, tx); err != nil {
+	if err := p.commit(ctx, tx); err != nil {
 		return fmt.Errorf("publish in transaction: commit: %w", err)
 	}
 	pub.Committed()
@@ -128,17 +128,17 @@ func (p *Publisher) InTx(ctx context.Context, o pgx.TxOptions, f func(ctx contex
 }
 
 // commit waits for the answer once COMMIT is sent, whatever becomes of the context.
-func commit(ctx context.Context, tx pgx.Tx) error {
+func (p *Publisher) commit(ctx context.Context, tx pgx.Tx) error {
 	if err := ctx.Err(); err != nil {
 		return context.Cause(ctx)
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), writeTimeout)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.writeTimeout)
 	defer cancel()
 	return unknown(tx.Commit(ctx))
 }
 
-func rollback(ctx context.Context, tx pgx.Tx) error {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), writeTimeout)
+func (p *Publisher) rollback(ctx context.Context, tx pgx.Tx) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.writeTimeout)
 	defer cancel()
 	if err := tx.Rollback(ctx); err != nil && !errors.Is(err, pgx.ErrTxClosed) {
 		return fmt.Errorf("rollback: %w", err)
