@@ -14,5 +14,5 @@ import (
 // TestLeaseStress runs the suite ten times at once, or $STRESS_TEST_COUNT times, on the one pool.
 func TestLeaseStress(t *testing.T) {
 	p := newPubSub(t, pgtest.StartServer(t).New(t), pgmill.SubscriberConfig{})
-	tests.TestPubSubStressTest(t, tests.Features{Persistent: true}, p.construct, p.constructGroup)
+	tests.TestPubSubStressTest(t, tests.Features{Persistent: true}, p.construct, nil)
 }
