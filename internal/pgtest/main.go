@@ -41,7 +41,7 @@ func report(err error) int {
 // findLeaks waits for goroutines that are about to end. pgx closes a broken connection in the
 // background, which can take seconds.
 func findLeaks() error {
-	deadline := time.Now().Add(10 * time.Second)
+	deadline := time.Now().Add(5 * time.Second)
 	for {
 		err := goleak.Find() // tries for about half a second
 		if err == nil || time.Now().After(deadline) {
