@@ -83,7 +83,7 @@ func (d *delivery) info() Delivery {
 		ID:            d.row.ID,
 		Topic:         d.sub.topic,
 		ConsumerGroup: d.sub.group,
-		Table:         d.sub.queue.table.String(),
+		Table:         d.sub.queue.name,
 		Attempt:       d.row.Attempt,
 		EnqueuedAt:    d.row.EnqueuedAt(),
 	}

@@ -51,8 +51,9 @@ type lane struct {
 	watchTimer *time.Timer
 	ended      bool
 
-	kick chan struct{} // one permit: there is something to do
-	stop chan struct{}
+	kick chan struct{}   // one permit: there is something to do
+	ctx  context.Context // ends with close: nobody waits for a statement any more
+	stop context.CancelFunc
 	done chan struct{}
 	refs int // subscriptions; guarded by Client.mu
 }
@@ -67,11 +68,12 @@ type settlement struct {
 }
 
 func newLane(c *Client, q *queue, logger watermill.LoggerAdapter) *lane {
+	ctx, stop := context.WithCancel(context.Background())
 	return &lane{
 		client: c, queue: q, refs: 1,
-		log:  logger.With(watermill.LogFields{"table": q.table.String()}),
+		log:  logger.With(watermill.LogFields{"table": q.name}),
 		work: map[*delivery]struct{}{},
-		kick: make(chan struct{}, 1), stop: make(chan struct{}), done: make(chan struct{}),
+		kick: make(chan struct{}, 1), ctx: ctx, stop: stop, done: make(chan struct{}),
 	}
 }
 
@@ -100,7 +102,7 @@ func (l *lane) add(all []*delivery) {
 
 // close ends the loop and waits for it. No subscription of the table is left.
 func (l *lane) close() {
-	close(l.stop)
+	l.stop()
 	<-l.done
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -154,7 +156,7 @@ func (l *lane) loop() {
 	defer timer.Stop()
 	for {
 		select {
-		case <-l.stop:
+		case <-l.ctx.Done():
 			return
 		case <-l.kick:
 		case <-timer.C:
@@ -370,9 +372,10 @@ func (l *lane) again(batch []*settlement) {
 }
 
 // failed deals with a statement that did not pass. If the server refused it, one row may be to blame, so the halves are
-// tried by themselves. If no answer came, it may have taken effect; id and token make it safe to send again.
+// tried by themselves. If the server cannot now, it is sent again later; and if no answer came too: it may have taken
+// effect, but id and token make that safe.
 func (l *lane) failed(batch []*settlement, err error) {
-	if claimshape.Answered(err) && !claimshape.Transient(err) {
+	if claimshape.Answered(err) && !claimshape.Temporary(err) {
 		if len(batch) == 1 {
 			l.finish(batch[0], outcomeLost, err)
 			return
@@ -421,7 +424,7 @@ func (l *lane) finish(p *settlement, outcome string, err error) {
 // statement runs f on a connection of the pool, with the lane's own deadline: neither a message's context nor a
 // subscription's end may cut off a settlement.
 func (l *lane) statement(f func(ctx context.Context, conn *pgx.Conn) error) error {
-	ctx, cancel := context.WithTimeout(context.Background(), l.timeout())
+	ctx, cancel := context.WithTimeout(l.ctx, l.timeout())
 	defer cancel()
 	return l.client.withConn(ctx, transientTries, f)
 }

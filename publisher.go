@@ -120,7 +120,7 @@ func (p *Publisher) publish(topic string, msgs []*message.Message) error {
 	if err := p.insert(ctx, queue, records); err != nil {
 		return err
 	}
-	p.client.hub.signal(wakeKey{table: queue.table.String(), topic: topic}, len(msgs), wokenByPublish)
+	p.client.hub.signal(wakeKey{table: queue.name, topic: topic}, len(msgs), wokenByPublish)
 	return nil
 }
 

@@ -14,6 +14,7 @@ import (
 // queue is a table with its statements, and the memo that it was checked.
 type queue struct {
 	table     claimshape.Table
+	name      string // schema and table
 	marshaler marshaler.Marshaler
 	insert    *claimshape.Insert
 	lease     *claimshape.Lease
@@ -24,7 +25,7 @@ type queue struct {
 
 func newQueue(t claimshape.Table, l claimshape.Link, m marshaler.Marshaler) *queue {
 	return &queue{
-		table: t, marshaler: m,
+		table: t, name: t.String(), marshaler: m,
 		insert: claimshape.NewInsert(t, l), lease: claimshape.NewLease(t, l),
 		checking: make(chan struct{}, 1),
 	}

@@ -232,9 +232,9 @@ func (s *Subscriber) newSubscription(ctx context.Context, topic string, q *queue
 	sub := &subscription{
 		client: s.client, queue: q, config: config, topic: topic,
 		logger: s.log,
-		log:    s.log.With(watermill.LogFields{"topic": topic, "consumer_group": "", "table": q.table.String()}),
+		log:    s.log.With(watermill.LogFields{"topic": topic, "consumer_group": "", "table": q.name}),
 		base:   context.WithoutCancel(ctx), out: make(chan *message.Message),
-		key: wakeKey{table: q.table.String(), topic: topic}, waker: newWaker(),
+		key: wakeKey{table: q.name, topic: topic}, waker: newWaker(),
 		stopping: make(chan struct{}), claims: claims, cancelClaims: cancel, done: make(chan struct{}),
 		inWork: map[*delivery]time.Time{}, changed: make(chan struct{}, 1),
 	}

@@ -144,6 +144,9 @@ func (s *subscription) claimRows(limit int) (claimshape.Verdict, error) {
 	if err != nil {
 		return verdict, err
 	}
+	if lease := s.queue.table.Lease; time.Since(start) > lease-lease/expiryMargin {
+		return verdict, nil // the rows' leases are over or nearly so; they return by themselves
+	}
 	s.owed = false
 	if len(rows) > 0 {
 		s.handOver(s.takeIntoWork(rows, start))

@@ -75,7 +75,7 @@ func (t *TxPublisher) publish(topic string, msgs []*message.Message) error {
 	if t.wakes == nil {
 		t.wakes = map[wakeKey]int{}
 	}
-	t.wakes[wakeKey{table: queue.table.String(), topic: topic}] += len(msgs)
+	t.wakes[wakeKey{table: queue.name, topic: topic}] += len(msgs)
 	return nil
 }
 

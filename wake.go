@@ -204,6 +204,9 @@ func (h *wakeHub) dropLocked(key wakeKey, g *wakeGroup) {
 	}
 }
 
+// maxDue is the longest delay that a row can have; what is added to it must not overflow.
+const maxDue = 100 * 365 * 24 * time.Hour
+
 // dueTimes wakes when a delay that this process knows of is over.
 type dueTimes struct {
 	fire func(n int)
@@ -217,6 +220,7 @@ type dueTimes struct {
 // add wakes after d. The database's clock decides what is due and may run slower than ours: a ten-thousandth is more
 // than quartz clocks differ.
 func (t *dueTimes) add(d time.Duration) {
+	d = min(d, maxDue)
 	at := time.Now().Add(d + d/10_000 + time.Millisecond)
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -44,6 +44,25 @@ func Transient(err error) bool {
 	return false
 }
 
+// Temporary says that the server is not able to run the statement now, whatever its rows are: it lost against a concurrent
+// one, was cancelled, or the server lacks resources, is read-only or is going away. It may pass later.
+func Temporary(err error) bool {
+	var answer *pgconn.PgError
+	if !errors.As(err, &answer) {
+		return false
+	}
+	switch answer.Code[:2] {
+	case "40", // transaction rollback
+		"53", // insufficient resources
+		"55", // object not in prerequisite state: locks
+		"57", // operator intervention: cancelled, shutting down
+		"58", // system error
+		"08": // connection
+		return true
+	}
+	return answer.Code == "25006" || Transient(err) // read_only_sql_transaction: a standby, or a failover under way
+}
+
 // MissingTable says that a statement met a table that does not exist.
 func MissingTable(err error) bool {
 	var answer *pgconn.PgError
