@@ -140,12 +140,13 @@ func (s *subscription) claimRows(limit int) (claimshape.Verdict, error) {
 	defer cancel()
 	start := time.Now()
 	rows, verdict, err := s.claim(ctx, limit)
+	if took, lease := time.Since(start), s.queue.table.Lease; err == nil && took > lease-lease/expiryMargin {
+		// The rows' leases are over, or nearly so; they return by themselves.
+		rows, err = nil, fmt.Errorf("claim %q: took %v, the lease is %v", s.topic, took, lease)
+	}
 	s.claimed(ClaimEvent{Topic: s.topic, Group: s.group, Asked: limit, Got: len(rows), Took: time.Since(start), Err: err})
 	if err != nil {
 		return verdict, err
-	}
-	if lease := s.queue.table.Lease; time.Since(start) > lease-lease/expiryMargin {
-		return verdict, nil // the rows' leases are over or nearly so; they return by themselves
 	}
 	s.owed = false
 	if len(rows) > 0 {
