@@ -279,7 +279,8 @@ func contextOf(msgs []*message.Message) (context.Context, context.CancelFunc) {
 	ctx := publishContext(msgs[0])
 	var others []context.Context
 	for _, msg := range msgs[1:] {
-		if c := publishContext(msg); c.Done() != nil && c != ctx {
+		// By the channel: contexts of users' own types may not be comparable.
+		if c := publishContext(msg); c.Done() != nil && c.Done() != ctx.Done() {
 			others = append(others, c)
 		}
 	}
