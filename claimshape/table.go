@@ -63,6 +63,7 @@ func (t Table) Check() error {
 	return errors.Join(
 		checkIdentifier("Table.Schema", t.Schema),
 		checkIdentifier("Table.Name", t.Name),
+		checkReserved(t.Name),
 		checkLease(t.Lease),
 	)
 }
@@ -86,6 +87,14 @@ func (t Table) withDefaults() Table {
 // sibling is the quoted name of another table in the same schema.
 func (t Table) sibling(name string) string {
 	return pgx.Identifier{t.Schema, name}.Sanitize()
+}
+
+// checkReserved keeps a queue from taking the place of the tables that all queues of a schema share.
+func checkReserved(name string) error {
+	if name == migrationsTable || name == subscriptionsTable {
+		return fmt.Errorf("Table.Name %q: pgmill keeps its own records under this name", name)
+	}
+	return nil
 }
 
 func checkLease(d time.Duration) error {
