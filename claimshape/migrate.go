@@ -115,11 +115,15 @@ func Migrate(ctx context.Context, db Beginner, t Table) error {
 }
 
 // begin opens a transaction in which each statement sees what committed before it, whatever the role's default: the
-// second look, under the lock, must see what the lock's last holder did.
+// second look, under the lock, must see what the lock's last holder did. In a transaction of the caller's it is a
+// savepoint, and the level is the caller's choice: the server refuses to change it there.
 func begin(ctx context.Context, db Beginner) (pgx.Tx, error) {
 	tx, err := db.Begin(ctx)
 	if err != nil {
 		return nil, err
+	}
+	if _, nested := db.(pgx.Tx); nested {
+		return tx, nil
 	}
 	if _, err := tx.Exec(ctx, "SET TRANSACTION ISOLATION LEVEL READ COMMITTED", pgx.QueryExecModeExec); err != nil {
 		return nil, errors.Join(err, tx.Rollback(context.WithoutCancel(ctx)))
@@ -149,10 +153,16 @@ func migrate(ctx context.Context, db Beginner, t Table) error {
 	return tx.Commit(ctx)
 }
 
-// lock makes migrations of one schema take turns; its tables share the register and the migrations table.
+// lock makes migrations of one schema take turns; its tables share the register and the migrations table. A role's
+// statement_timeout is for its queries: it would end the wait, or a long step.
 func lock(ctx context.Context, tx pgx.Tx, t Table) error {
-	if _, err := tx.Exec(ctx, "SET LOCAL lock_timeout TO '"+migrationLockTimeout+"'", pgx.QueryExecModeExec); err != nil {
-		return err
+	for _, set := range []string{
+		"SET LOCAL lock_timeout TO '" + migrationLockTimeout + "'",
+		"SET LOCAL statement_timeout TO 0",
+	} {
+		if _, err := tx.Exec(ctx, set, pgx.QueryExecModeExec); err != nil {
+			return err
+		}
 	}
 	h := fnv.New64a()
 	h.Write([]byte("pgmill migrations of schema " + t.Schema))
