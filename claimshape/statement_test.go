@@ -1,0 +1,87 @@
+package claimshape
+
+import (
+	"flag"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/pgmill/pgmill/internal/pgtest"
+)
+
+var update = flag.Bool("update", false, "write the golden texts of the statements")
+
+// goldenTexts are the statements of the default table, by file name.
+func goldenTexts() map[string]string {
+	texts := map[string]string{}
+	lease, insert := NewLease(Default(), Link{}), NewInsert(Default(), Link{})
+	texts["claim.sql"] = lease.claim.sql
+	texts["settle.sql"] = lease.settle.sql
+	texts["settle_ack.sql"] = lease.settleAck.sql
+	texts["look.sql"] = lease.look.sql
+	texts["extend.sql"] = lease.extend.sql
+	texts["insert.sql"] = insert.insert.sql
+	texts["version.sql"] = render("version.sql", Default())
+	texts["applied.sql"] = render("applied.sql", Default())
+	return texts
+}
+
+func TestStatementsEqualTheirGoldenTexts(t *testing.T) {
+	t.Parallel()
+	texts := goldenTexts()
+	for _, m := range Migrations(Default()) {
+		texts["migration_"+m.Name+".sql"] = m.SQL
+	}
+	sources, err := filepath.Glob("sql/*.sql")
+	require.NoError(t, err)
+	require.Len(t, goldenTexts(), len(sources), "a statement without a golden text")
+	for file, text := range texts {
+		name := filepath.Join("testdata", file)
+		if *update {
+			require.NoError(t, os.WriteFile(name, []byte(text), 0o644))
+		}
+		golden, err := os.ReadFile(name)
+		require.NoError(t, err)
+		require.Equal(t, string(golden), text, file)
+	}
+	files, err := filepath.Glob("testdata/*.sql")
+	require.NoError(t, err)
+	require.Len(t, files, len(texts), "a golden text without a statement")
+}
+
+// The golden texts run in psql as they stand: the migrations on an empty database, then each statement as a PREPARE.
+func TestGoldenTextsRunAsTheyStand(t *testing.T) {
+	t.Parallel()
+	conn := pgtest.New(t).Conn(t)
+	for _, m := range Migrations(Default()) {
+		golden, err := os.ReadFile("testdata/migration_" + m.Name + ".sql")
+		require.NoError(t, err)
+		_, err = conn.PgConn().Exec(t.Context(), string(golden)).ReadAll()
+		require.NoError(t, err, m.Name)
+	}
+	for file := range goldenTexts() {
+		golden, err := os.ReadFile("testdata/" + file)
+		require.NoError(t, err)
+		prepare := "PREPARE " + pgx.Identifier{file}.Sanitize() + " AS\n" + string(golden)
+		_, err = conn.PgConn().Exec(t.Context(), prepare).ReadAll()
+		require.NoError(t, err, file)
+	}
+}
+
+func TestPreparedNamesAreOfTheTable(t *testing.T) {
+	t.Parallel()
+	names := map[string]string{}
+	for _, table := range []Table{{}, {Name: "jobs"}, {Schema: "app"}, {Schema: "app", Name: "jobs"}, {Name: "app.jobs"}} {
+		for _, set := range []statements{NewLease(table, Link{}), NewInsert(table, Link{})} {
+			for _, s := range set.all() {
+				require.Empty(t, names[s.name], "%s of %s", s.op, table)
+				names[s.name] = s.sql
+				require.LessOrEqual(t, len(s.name), maxIdentifier)
+			}
+		}
+	}
+	require.Equal(t, NewLease(Table{}, Link{}).claim, NewLease(Default(), Link{}).claim)
+}

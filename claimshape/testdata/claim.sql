@@ -1,0 +1,29 @@
+-- Claim: take up to $5 due rows of one topic and consumer group into work for $6 microseconds.
+-- $1 topic, $2 consumer group, ($3, $4) floor: only rows behind this (due_at, id) are looked at.
+-- Index: (topic, consumer_group, due_at, id), then the primary key. Locks: the rows it takes, never waits.
+-- The time is an InitPlan, so that it is an index condition and not a filter over every delayed row. The claim
+-- commits asynchronously: one that a server crash forgets is only delivered again.
+WITH clk AS MATERIALIZED (
+  SELECT clock_timestamp() AS t, set_config('synchronous_commit', 'off', true) AS commit_mode
+), cand AS MATERIALIZED (
+  SELECT q.id, q.attempt
+    FROM "public"."pgmill_messages" AS q
+   WHERE q.topic = $1::text
+     AND q.consumer_group = $2::text
+     AND (q.due_at, q.id) > ($3::timestamptz, $4::bigint)
+     AND q.due_at <= (SELECT clk.t FROM clk)
+     AND (q.locked_until IS NULL OR q.locked_until <= (SELECT clk.t FROM clk))
+   ORDER BY q.due_at, q.id
+   LIMIT $5::bigint
+     FOR UPDATE OF q SKIP LOCKED
+), upd AS (
+  UPDATE "public"."pgmill_messages" AS q
+     SET locked_until = (SELECT clk.t FROM clk) + $6::bigint * interval '1 microsecond',
+         attempt = LEAST(q.attempt, 9223372036854775806) + 1
+    FROM cand
+   WHERE q.id = cand.id
+  RETURNING q.id, q.due_at, q.locked_until, cand.attempt, q.created_at, q.uuid, q.payload, q.metadata
+)
+SELECT upd.id, upd.due_at, upd.locked_until, upd.attempt, upd.created_at, upd.uuid, upd.payload, upd.metadata
+  FROM upd
+ ORDER BY upd.due_at, upd.id

@@ -1,0 +1,30 @@
+-- Settle, any outcomes: $4 says how each delivery ended (0 acknowledged, 1 retry after $5 microseconds,
+-- 2 released, which gives its attempt back). $1 ids, $2 and $3 tokens as in settle_ack.sql. Answers the ids it settled.
+-- Index: primary key. Locks: the rows, in id order; a row that somebody else has locked is left out, never waited for.
+WITH held AS MATERIALIZED (
+  SELECT q.id, s.outcome, s.delay
+    FROM unnest($1::bigint[], $2::timestamptz[], $3::timestamptz[], $4::bigint[], $5::bigint[])
+         AS s(id, token, token2, outcome, delay)
+    JOIN "public"."pgmill_messages" AS q ON q.id = s.id
+   WHERE q.locked_until IN (s.token, s.token2)
+   ORDER BY q.id
+     FOR UPDATE OF q SKIP LOCKED
+), del AS (
+  DELETE FROM "public"."pgmill_messages" AS q
+   USING held
+   WHERE q.id = held.id AND held.outcome = 0
+  RETURNING q.id
+), upd AS (
+  UPDATE "public"."pgmill_messages" AS q
+     SET locked_until = NULL,
+         due_at = CASE WHEN held.outcome = 1
+                       THEN clock_timestamp() + held.delay * interval '1 microsecond'
+                       ELSE q.due_at END,
+         attempt = CASE WHEN held.outcome = 2 THEN GREATEST(q.attempt - 1, 0) ELSE q.attempt END
+    FROM held
+   WHERE q.id = held.id AND held.outcome IN (1, 2)
+  RETURNING q.id
+)
+SELECT del.id FROM del
+ UNION ALL
+SELECT upd.id FROM upd
