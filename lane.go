@@ -2,6 +2,7 @@ package pgmill
 
 import (
 	"context"
+	"errors"
 	"slices"
 	"sync"
 	"time"
@@ -231,6 +232,15 @@ func (l *lane) take() []*settlement {
 	slices.SortFunc(batch, func(a, b *settlement) int {
 		return int(min(max(a.delivery.row.ID-b.delivery.row.ID, -1), 1))
 	})
+	// A row is there twice if its lease ended while its settlement waited and it was claimed again since: the answer could
+	// not be told apart, so the later one waits for the next statement.
+	for i := 1; i < len(batch); i++ {
+		if batch[i].delivery.row.ID == batch[i-1].delivery.row.ID {
+			l.pending = append(l.pending, batch[i])
+			batch = slices.Delete(batch, i, i+1)
+			i--
+		}
+	}
 	return batch
 }
 
@@ -375,7 +385,7 @@ func (l *lane) again(batch []*settlement) {
 // tried by themselves. If the server cannot now, it is sent again later; and if no answer came too: it may have taken
 // effect, but id and token make that safe.
 func (l *lane) failed(batch []*settlement, err error) {
-	if claimshape.Answered(err) && !claimshape.Temporary(err) {
+	if blamesRows(err) {
 		if len(batch) == 1 {
 			l.finish(batch[0], outcomeLost, err)
 			return
@@ -398,6 +408,13 @@ func (l *lane) failed(batch []*settlement, err error) {
 		l.log.Error("Settling is interrupted and will be tried again", err, nil)
 	}
 	l.again(batch)
+}
+
+// blamesRows says that the server refused a statement for what is in it, and not for the state the server is in. What it
+// says while a connection is made (no more clients, a changed password) is not about the rows either.
+func blamesRows(err error) bool {
+	var unconnected connectError
+	return claimshape.Answered(err) && !claimshape.Temporary(err) && !errors.As(err, &unconnected)
 }
 
 func (l *lane) succeeded() {
