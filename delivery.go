@@ -112,6 +112,18 @@ func (d *delivery) await() {
 	}
 }
 
+// answered says whether the handler has answered.
+func (d *delivery) answered() bool {
+	select {
+	case <-d.msg.Acked():
+		return true
+	case <-d.msg.Nacked():
+		return true
+	default:
+		return false
+	}
+}
+
 // end decides how the delivery ends, once, frees its slot and hands the settlement to the lane.
 func (d *delivery) end(o Outcome) bool {
 	if !d.decided.CompareAndSwap(false, true) {

@@ -49,7 +49,8 @@ func (s *subscription) cutOff() {
 	}
 	s.mu.Unlock()
 	for _, d := range left {
-		if !d.decided.CompareAndSwap(false, true) {
+		// One that was answered is only waiting for its goroutine to run.
+		if d.answered() || !d.decided.CompareAndSwap(false, true) {
 			continue
 		}
 		s.log.Error("Handler did not end within the close timeout, its message is released", ErrShutdown, d.fields())
