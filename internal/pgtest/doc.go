@@ -14,7 +14,7 @@
 //	instance.go  one data directory and its postmaster: initdb, start, stop, kill
 //	process.go   child processes that end with this one; watchdog.go is the portable half of that
 //	server.go    Server and the faults a test provokes on a server of its own
-//	db.go        DB: a test's own database, its pools and connections
+//	db.go        DB: a test's own database, its pools and connections; idle.go checks what is left in it
 //	control.go   the socket through which another process asks for a restart
 //	proxy.go     Proxy: a TCP proxy between client and server; faults.go is what can go wrong there
 //	wire.go      which reply belongs to which statement; trace.go records the statements
@@ -22,9 +22,10 @@
 //
 // # Goroutines
 //
-//	started by     how many                  ends when                       joined by
-//	startTied      1 per child process       the child has exited            process.stop, Child.Kill
-//	serveControl   1 per local server        the server is closed            instance.close
-//	NewProxy       1, and 4 per connection   the proxy is closed             its cleanup
-//	OpenPool       1 while closing a pool    the pool is closed              its cleanup, for 10 s
+//	started by     how many                  ends when                  joined by
+//	startTied      1 per child process       the child has exited       who stops it: the signal or Kill
+//	Child          1 per child process       the child's stdout ends    its cleanup
+//	serveControl   1 per local server        the server is closed       Server.Close
+//	NewProxy       1, and 4 per connection   the proxy is closed        its cleanup
+//	OpenPool       1 while closing a pool    the pool is closed         its cleanup, for 10 s
 package pgtest
