@@ -376,6 +376,53 @@ func TestNobodySleepsOnAnUnseenRow(t *testing.T) {
 	})
 }
 
+// One subscription and one publisher that signals as close to the wait as it can: before, in the middle of, and after it.
+func TestSignalMeetsTheBeginningOfTheWait(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "W19", "FN16")
+	signals := 100_000
+	if testing.Short() {
+		signals = 20_000
+	}
+	var (
+		h               wakeHub
+		published, seen atomic.Int64
+		spin            atomic.Int64
+		w               = newWaker()
+		stop            = make(chan struct{})
+		ended           sync.WaitGroup
+	)
+	h.join(testKey, "", w)
+	ended.Go(func() {
+		for {
+			seen.Store(published.Load())
+			for range rand.N(20) { // about as long as a signal takes
+				spin.Add(1)
+			}
+			if _, waiting := w.startWait(); !waiting {
+				continue
+			}
+			select {
+			case <-w.woken:
+			case <-stop:
+				return
+			}
+		}
+	})
+	for i := range int64(signals) {
+		published.Store(i + 1)
+		h.signal(testKey, 1, wokenByPublish)
+		for start, spins := time.Now(), 0; seen.Load() <= i; spins++ {
+			if spins%1000 == 999 {
+				require.Less(t, time.Since(start), 10*time.Second, "signal %d was lost", i)
+				runtime.Gosched()
+			}
+		}
+	}
+	close(stop)
+	ended.Wait()
+}
+
 // dueLog notes when due times fire, in order.
 func dueLog(t *testing.T) (due *dueTimes, fired func() []time.Duration) {
 	t.Helper()
