@@ -137,7 +137,7 @@ func (l *lane) watch() {
 
 // watchAtLocked arms the watch, or leaves it off where at is zero.
 func (l *lane) watchAtLocked(at time.Time) {
-	l.watching = !at.IsZero() && !l.ended
+	l.watching, l.watchAt = !at.IsZero() && !l.ended, at
 	if !l.watching {
 		return
 	}

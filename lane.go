@@ -48,7 +48,8 @@ type lane struct {
 	failing int
 	extends time.Time // when the keeper is due
 
-	watching   bool // watchTimer is armed
+	watching   bool // watchTimer is armed, for watchAt
+	watchAt    time.Time
 	watchTimer *time.Timer
 	ended      bool
 
@@ -96,8 +97,9 @@ func (l *lane) add(all []*delivery) {
 		l.extends = time.Now().Add(l.third())
 		l.kickLocked()
 	}
-	if !l.watching && len(all) > 0 {
-		l.watchAtLocked(all[0].until.Add(-l.queue.table.Lease / expiryMargin))
+	// A claim that was answered late has less of its lease left than those before it.
+	if at := all[0].until.Add(-l.queue.table.Lease / expiryMargin); !l.watching || at.Before(l.watchAt) {
+		l.watchAtLocked(at)
 	}
 }
 
@@ -162,9 +164,6 @@ func (l *lane) loop() {
 		case <-l.kick:
 		case <-timer.C:
 		}
-		if l.keeperDue() {
-			l.extend()
-		}
 		l.flush()
 		timer.Reset(time.Until(l.next()))
 	}
@@ -202,9 +201,13 @@ func (l *lane) next() time.Time {
 	return at
 }
 
-// flush settles what is queued.
+// flush extends what is due and settles what is queued. Between two statements the keeper has its turn: under load there is
+// always something queued.
 func (l *lane) flush() {
 	for {
+		if l.keeperDue() {
+			l.extend()
+		}
 		batch := l.take()
 		if len(batch) == 0 {
 			return
