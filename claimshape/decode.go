@@ -6,6 +6,7 @@ import (
 	"encoding/hex"
 	"fmt"
 	"strconv"
+	"strings"
 	"time"
 	"unsafe"
 )
@@ -163,6 +164,27 @@ func parseTime(s string) (Time, error) {
 	case "-infinity":
 		return negativeInfinity, nil
 	}
+	year, rest, _ := strings.Cut(s, "-")
+	rest, bc := strings.CutSuffix(rest, " BC")
+	if len(year) == 4 && !bc {
+		return parseISO(s)
+	}
+	y, err := strconv.Atoi(year)
+	if bc {
+		y = 1 - y
+	}
+	if err != nil || y < -4800 || y > 294277 {
+		return 0, fmt.Errorf("time %q: not a year that the server has", s)
+	}
+	// Go's layouts have years of four digits. The calendar repeats itself every 400 years.
+	cycles := (y+4800)/400 - 12
+	near, err := parseISO(strconv.Itoa(2000+y-400*cycles) + "-" + rest)
+	return near + Time(cycles-5)*fourCenturies, err
+}
+
+const fourCenturies = 146097 * 24 * 60 * 60 * 1_000_000 // in microseconds
+
+func parseISO(s string) (Time, error) {
 	var err error
 	for _, layout := range []string{
 		"2006-01-02 15:04:05.999999999Z07",
