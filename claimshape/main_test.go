@@ -54,18 +54,29 @@ type bundle struct {
 	insert *Insert
 }
 
-// setup migrates an empty database. When the test ends, no connection may be in a transaction or hold a lock.
+// setup is a bundle on a database of the test's own. When the test ends, no connection may be in a transaction or hold a
+// lock.
 func setup(t testing.TB, opts ...func(*pgxpool.Config)) *bundle {
+	t.Helper()
+	return open(t, migrated(t), opts...)
+}
+
+// migrated is a database with the default table. Settings are defaults of all its sessions.
+func migrated(t testing.TB, settings ...string) *pgtest.DB {
 	t.Helper()
 	db := pgtest.New(t)
 	conn, err := pgx.Connect(t.Context(), db.DSN)
 	require.NoError(t, err)
 	defer conn.Close(t.Context())
 	require.NoError(t, Migrate(t.Context(), conn, Default()))
-	return open(t, db, opts...)
+	for _, s := range settings {
+		_, err := conn.Exec(t.Context(), "ALTER DATABASE "+db.Name+" SET "+s)
+		require.NoError(t, err, s)
+	}
+	return db
 }
 
-// open is a bundle on a database that is migrated, so that the database's settings apply to its connections.
+// open is a bundle on a database that is migrated.
 func open(t testing.TB, db *pgtest.DB, opts ...func(*pgxpool.Config)) *bundle {
 	t.Helper()
 	pool := db.Pool(t, opts...)
