@@ -7,6 +7,7 @@ import "time"
 // closed last: a Router closes the handler's publisher when it is, and deliveries in work still reply.
 func (s *subscription) drain() {
 	s.note(func(h *subscriptionHealth) { h.draining = true })
+	s.place.retire(s.waker, s.owed)
 	if !s.awaitUntil(s.config.CloseTimeout, func() bool { return len(s.inWork) == 0 }) {
 		s.cutOff()
 	}
@@ -14,7 +15,7 @@ func (s *subscription) drain() {
 		s.lane.forget(s)
 	}
 	s.awaiting.Wait() // they end with their decision, which all have
-	s.client.hub.leave(s.key, s.place, s.waker, s.owed)
+	s.client.hub.leave(s.key, s.place, s.waker)
 	s.client.remove(s)
 	s.cancelClaims()
 	close(s.out)

@@ -103,7 +103,6 @@ func (s *subscription) step() bool {
 	case err != nil:
 		return s.pause(claimErrorPause)
 	case verdict == claimshape.Full:
-		s.place.signal(1, s.woken, s.waker)
 		return true
 	}
 	return s.wait()
@@ -149,6 +148,9 @@ func (s *subscription) claimRows(limit int) (claimshape.Verdict, error) {
 		return verdict, err
 	}
 	s.owed = false
+	if verdict == claimshape.Full {
+		s.place.signal(1, s.woken, s.waker) // now: the hand-over lasts as long as the reader likes, and may be the last
+	}
 	if len(rows) > 0 {
 		s.handOver(s.takeIntoWork(rows, start))
 	}

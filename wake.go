@@ -180,17 +180,22 @@ func (h *wakeHub) join(key wakeKey, group string, w *waker) *wakeGroup {
 	return groups[i]
 }
 
-// leave gives the place back. A permit that was not spent is passed on: its row may have no other witness.
-func (h *wakeHub) leave(key wakeKey, g *wakeGroup, w *waker, owed bool) {
+// retire takes a subscription that claims no more out of work. A permit that was not spent is passed on: its row may have
+// no other witness.
+func (g *wakeGroup) retire(w *waker, owed bool) {
+	if w.close() || owed {
+		g.signal(1, wokenByPublish, w)
+	}
+}
+
+// leave gives the place of a retired subscription back.
+func (h *wakeHub) leave(key wakeKey, g *wakeGroup, w *waker) {
 	h.mu.Lock()
+	defer h.mu.Unlock()
 	wakers := slices.DeleteFunc(slices.Clone(*g.wakers.Load()), func(other *waker) bool { return other == w })
 	g.wakers.Store(&wakers)
 	if len(wakers) == 0 {
 		h.dropLocked(key, g)
-	}
-	h.mu.Unlock()
-	if w.close() || owed {
-		g.signal(1, wokenByPublish, nil)
 	}
 }
 

@@ -206,11 +206,17 @@ func TestWakerStates(t *testing.T) {
 					}
 				}
 				owed := rapid.Bool().Draw(t, "owed")
-				h.leave(testKey, group, m.w, owed)
+				group.retire(m.w, owed)
 				living = kept
 				if owed || m.permit {
 					signalled(t, 1)
 				}
+				if rapid.Bool().Draw(t, "signal while it drains") {
+					h.signal(testKey, 1, wokenByPublish)
+					signalled(t, 1)
+				}
+				require.Empty(t, m.w.woken)
+				h.leave(testKey, group, m.w)
 			},
 			"signal": func(t *rapid.T) {
 				n := rapid.IntRange(1, 5).Draw(t, "rows")
@@ -258,7 +264,8 @@ type claimer struct {
 
 func (c *claimer) loop(h *wakeHub, g *wakeGroup, published *atomic.Int64, left *atomic.Int64) {
 	defer func() {
-		h.leave(testKey, g, c.w, c.owed)
+		g.retire(c.w, c.owed)
+		h.leave(testKey, g, c.w)
 		// What the last claim saw counts, also of those that have gone.
 		last := c.claimed.Load()
 		for old := left.Load(); old < last && !left.CompareAndSwap(old, last); old = left.Load() {
