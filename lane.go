@@ -103,15 +103,21 @@ func (l *lane) add(all []*delivery) {
 	}
 }
 
-// close ends the loop and waits for it. No subscription of the table is left.
+// close ends the loop and waits for it. No subscription of the table is left. A settlement that was under way when its
+// subscription was forgotten is queued again by then: it ends here.
 func (l *lane) close() {
 	l.stop()
 	<-l.done
 	l.mu.Lock()
-	defer l.mu.Unlock()
 	l.ended = true
 	if l.watchTimer != nil {
 		l.watchTimer.Stop()
+	}
+	left := l.pending
+	l.pending = nil
+	l.mu.Unlock()
+	for _, p := range left {
+		l.finish(p, outcomeLost, ErrShutdown)
 	}
 }
 
