@@ -423,11 +423,11 @@ func TestTopicsThatCannotBeAreRefusedAlike(t *testing.T) {
 	r := newRig(t)
 	pub, sub := r.publisher(t), r.subscriber(t, SubscriberConfig{})
 	for topic, says := range map[string]string{
-		"":                            "topic is empty",
-		strings.Repeat("t", 1025):     "topic has 1025 bytes, the limit is 1024",
+		"":                             "topic is empty",
+		strings.Repeat("t", 1025):      "topic has 1025 bytes, the limit is 1024",
 		strings.Repeat("é", 512) + "x": "topic has 1025 bytes, the limit is 1024",
-		"a\x00b":                      "has a NUL byte",
-		"a\xffb":                      "is not valid UTF-8",
+		"a\x00b":                       "has a NUL byte",
+		"a\xffb":                       "is not valid UTF-8",
 	} {
 		require.ErrorContains(t, pub.Publish(topic, text("x")), says)
 		_, err := sub.Subscribe(t.Context(), topic)
@@ -1148,4 +1148,3 @@ func TestPublishWhileSessionsAreTerminated(t *testing.T) {
 	ledger.require(t, r.db)
 	require.NotEmpty(t, ledger.stored)
 }
-

@@ -517,4 +517,3 @@ func TestPublisherCloseWaitsForInTx(t *testing.T) {
 	require.NoError(t, await(t, answer))
 	require.EqualValues(t, 1, r.rows(t))
 }
-
