@@ -44,7 +44,7 @@ func TestClaimKeepsItsLimitUnderEveryPlan(t *testing.T) {
 		}
 		for _, off := range sets {
 			for _, cached := range []string{"force_custom_plan", "force_generic_plan"} {
-				b.exec("DISCARD PLANS; RESET ALL; SET plan_cache_mode = %s", cached)
+				b.exec("DISCARD PLANS; RESET ALL; SET jit = off; SET plan_cache_mode = %s", cached)
 				for _, s := range off {
 					b.exec("SET %s = off", s)
 				}
