@@ -182,12 +182,14 @@ func (p *Publisher) record(m marshaler.Marshaler, topic string, msg *message.Mes
 // timeout, because an insert that is cut off is neither stored nor not stored.
 func (p *Publisher) insert(ctx context.Context, q *queue, r *claimshape.Records) error {
 	conn, err := p.client.pool.Acquire(ctx)
+	if err == nil {
+		defer conn.Release()
+	}
+	if ctx.Err() != nil {
+		return context.Cause(ctx) // of the message whose context it was, where Acquire says canceled
+	}
 	if err != nil {
 		return connectError{err}
-	}
-	defer conn.Release()
-	if err := ctx.Err(); err != nil {
-		return context.Cause(ctx)
 	}
 	write, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.writeTimeout)
 	defer cancel()
