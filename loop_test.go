@@ -602,7 +602,7 @@ func TestClosedSubscriptionSettlesBeforeItsChannelCloses(t *testing.T) {
 		synctest.Wait()
 		s.stop()
 		l.table.insert(1) // nobody claims it any more
-		time.Sleep(5 * time.Second)
+		time.Sleep(9 * time.Second)
 		select {
 		case <-s.out:
 			t.Fatal("the channel was closed with a delivery in work")
