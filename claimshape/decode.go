@@ -126,10 +126,14 @@ func (d *decoder) textRow(row *Row, v [][]byte) error {
 	if row.Attempt, err = strconv.ParseInt(string(v[3]), 10, 64); err != nil {
 		return fmt.Errorf("column 4: %w", err)
 	}
-	for i, at := range map[int]*Time{1: &row.dueAt, 2: &row.token, 4: &row.created} {
-		if *at, err = parseTime(string(v[i])); err != nil {
-			return fmt.Errorf("column %d: %w", i+1, err)
-		}
+	if row.dueAt, err = parseTime(string(v[1])); err != nil {
+		return fmt.Errorf("column 2: %w", err)
+	}
+	if row.token, err = parseTime(string(v[2])); err != nil {
+		return fmt.Errorf("column 3: %w", err)
+	}
+	if row.created, err = parseTime(string(v[4])); err != nil {
+		return fmt.Errorf("column 5: %w", err)
 	}
 	row.UUID = d.arena.text(v[5])
 	if row.payload, err = d.textPayload(v[6]); err != nil {
@@ -174,7 +178,7 @@ func parseTime(s string) (Time, error) {
 		y = 1 - y
 	}
 	if err != nil || y < -4800 || y > 294277 {
-		return 0, fmt.Errorf("time %q: not a year that the server has", s)
+		return 0, fmt.Errorf("time %q: not a year that the server has", strings.Clone(s)) // s itself stays on the stack
 	}
 	// Go's layouts have years of four digits. The calendar repeats itself every 400 years.
 	cycles := (y+4800)/400 - 12
@@ -184,17 +188,22 @@ func parseTime(s string) (Time, error) {
 
 const fourCenturies = 146097 * 24 * 60 * 60 * 1_000_000 // in microseconds
 
+// parseISO reads date, time and offset apart: for most offsets time.Parse would allocate a time zone.
 func parseISO(s string) (Time, error) {
-	var err error
-	for _, layout := range []string{
-		"2006-01-02 15:04:05.999999999Z07",
-		"2006-01-02 15:04:05.999999999Z07:00",
-		"2006-01-02 15:04:05.999999999Z07:00:00",
-	} {
-		var t time.Time
-		if t, err = time.Parse(layout, s); err == nil {
-			return fromGo(t), nil
-		}
+	sign := max(strings.LastIndexAny(s, "+-"), 0)
+	t, err := time.Parse("2006-01-02 15:04:05.999999999", s[:sign])
+	if err != nil {
+		return 0, err
 	}
-	return 0, err
+	zone := s[sign+1:]
+	offset, err := time.Parse("15:04:05"[:min(len(zone), len("15:04:05"))], zone)
+	if err != nil {
+		return 0, err
+	}
+	h, m, sec := offset.Clock()
+	east := Time(h*3600+m*60+sec) * 1_000_000
+	if s[sign] == '-' {
+		east = -east
+	}
+	return fromGo(t) - east, nil
 }
