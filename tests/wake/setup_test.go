@@ -1,5 +1,5 @@
 // Package wake tests from outside what wakes a subscription and what its claims do: on a real server, with a poll interval
-// of an hour, so that only a wake can deliver within the tests' ten seconds.
+// of an hour, so that only a wake can deliver before a test's deadline.
 package wake
 
 import (
@@ -19,7 +19,7 @@ import (
 )
 
 const (
-	deadline = 10 * time.Second
+	deadline = 20 * time.Second
 	longPoll = time.Hour
 )
 
@@ -276,7 +276,7 @@ func (b *bundle) barrier() {
 	b.events.await(b.t, "barrier", func(all []event) bool { return len(of(all, "barrier", "settled")) > settled })
 }
 
-// next requires that a topic's loop events since the last waiting are these.
+// requireNext waits for a topic's next loop events and requires that they are these.
 func (b *bundle) requireNext(topic string, want ...event) {
 	b.t.Helper()
 	for i := range want {

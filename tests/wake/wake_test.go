@@ -234,7 +234,7 @@ func TestRollbacksDeliverNothingAndWakeNobody(t *testing.T) {
 	promise.Keep(t, "FN19")
 	rounds := 1000
 	if testing.Short() {
-		rounds = 200
+		rounds = 100
 	}
 	b := setup(t)
 	b.acknowledge("orders", pgmill.SubscriberConfig{})
