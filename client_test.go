@@ -17,10 +17,10 @@ func TestOpenOnceAndBeforeUse(t *testing.T) {
 	t.Parallel()
 	t.Run("twice", func(t *testing.T) {
 		t.Parallel()
-		r := newRig(t)
-		_, err := Open(t.Context(), r.pool, Config{}, nil)
+		pool := lazyPool(t)
+		_, err := Open(t.Context(), pool, Config{}, nil)
 		require.NoError(t, err)
-		_, err = Open(t.Context(), r.pool, Config{}, nil)
+		_, err = Open(t.Context(), pool, Config{}, nil)
 		require.ErrorContains(t, err, "open already")
 	})
 	t.Run("after a publish", func(t *testing.T) {
@@ -39,10 +39,10 @@ func TestOpenOnceAndBeforeUse(t *testing.T) {
 	})
 	t.Run("with an ended context", func(t *testing.T) {
 		t.Parallel()
-		r := newRig(t)
-		_, err := Open(ended(t), r.pool, Config{}, nil)
+		pool := lazyPool(t)
+		_, err := Open(ended(t), pool, Config{}, nil)
 		require.ErrorIs(t, err, context.Canceled)
-		_, err = Open(t.Context(), r.pool, Config{}, nil)
+		_, err = Open(t.Context(), pool, Config{}, nil)
 		require.NoError(t, err)
 	})
 }

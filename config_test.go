@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgmill/pgmill/claimshape"
@@ -33,11 +34,20 @@ func TestConfigDefaults(t *testing.T) {
 	require.NotNil(t, s.Backoff)
 }
 
+// lazyPool is a pool that is never used: constructors ask nothing of the database.
+func lazyPool(t *testing.T) *pgxpool.Pool {
+	t.Helper()
+	pool, err := pgxpool.New(t.Context(), "host=127.0.0.1 port=1")
+	require.NoError(t, err)
+	t.Cleanup(pool.Close)
+	return pool
+}
+
 func TestOpenNamesEveryBadValue(t *testing.T) {
 	t.Parallel()
-	r := newRig(t)
+	pool := lazyPool(t)
 	long := strings.Repeat("n", 64)
-	_, err := Open(t.Context(), r.pool, Config{
+	_, err := Open(t.Context(), pool, Config{
 		Table:        claimshape.Table{Schema: long, Name: "a\x00b", Lease: time.Millisecond},
 		PollInterval: -time.Second,
 		Routes: map[string]Route{
@@ -61,18 +71,18 @@ func TestOpenNamesEveryBadValue(t *testing.T) {
 	}
 	require.NotContains(t, err.Error(), `Routes["good.*"]: a`)
 
-	_, err = Open(t.Context(), r.pool, Config{}, nil)
+	_, err = Open(t.Context(), pool, Config{}, nil)
 	require.NoError(t, err, "a refused Open has opened nothing")
 }
 
 func TestNewSubscriberNamesEveryBadValue(t *testing.T) {
 	t.Parallel()
-	r := newRig(t)
-	_, err := NewSubscriber(r.pool, SubscriberConfig{Concurrency: -1, PollInterval: -time.Second}, nil)
+	pool := lazyPool(t)
+	_, err := NewSubscriber(pool, SubscriberConfig{Concurrency: -1, PollInterval: -time.Second}, nil)
 	require.ErrorContains(t, err, "new subscriber: ")
 	require.ErrorContains(t, err, "SubscriberConfig.Concurrency -1")
 	require.ErrorContains(t, err, "SubscriberConfig.PollInterval -1s")
-	_, err = NewSubscriber(r.pool, SubscriberConfig{Concurrency: 10_001}, nil)
+	_, err = NewSubscriber(pool, SubscriberConfig{Concurrency: 10_001}, nil)
 	require.ErrorContains(t, err, "SubscriberConfig.Concurrency 10001: not between 1 and 10000")
 }
 

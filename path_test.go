@@ -163,48 +163,44 @@ func TestLeaseHoldsNoSessionWhileHandlersRun(t *testing.T) {
 func TestMessagesStayAsTheyWere(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "P6", "P20", "FD3")
-	for _, mode := range execModes {
-		t.Run(mode.String(), func(t *testing.T) {
-			t.Parallel()
-			r := newRig(t, inMode(mode), maxConns(2))
-			pub := r.publisher(t)
-			const n = 100
-			all := numbered(n)
-			for i, msg := range all {
-				msg.Payload = everyByte(i * 97)
-				msg.Metadata.Set("key", fmt.Sprintf("value %d", i))
-				msg.Metadata.Set(fmt.Sprintf("escaped \"%d\"", i), "\n")
-			}
-			all[n-1].Payload = everyByte(200_000) // larger than a chunk of the claim's memory
-			require.NoError(t, pub.Publish("kept", all...))
-			messages := r.subscribe(t, "kept", SubscriberConfig{Concurrency: n})
-			kept := make([]*message.Message, n)
-			for i := range kept {
-				kept[i] = await(t, messages)
-			}
-			for i, msg := range kept {
-				require.Equal(t, len(msg.Payload), cap(msg.Payload), "message %d", i)
-				_ = append(msg.Payload, "an append that must not reach a neighbour"...)
-			}
-			for _, msg := range kept {
-				msg.Ack()
-			}
-			claims := 1000
-			if testing.Short() {
-				claims = 200
-			}
-			reads := r.subscribe(t, "reads", SubscriberConfig{Concurrency: 1, Backoff: NoBackoff})
-			require.NoError(t, pub.Publish("reads", message.NewMessage(strings.Repeat("z", 300), bytes.Repeat([]byte{0xee}, 20_000))))
-			for range claims {
-				await(t, reads).Nack()
-			}
-			await(t, reads).Ack()
-			runtime.GC()
-			for i, msg := range kept {
-				require.True(t, all[i].Equals(msg), "message %d", i)
-			}
-		})
-	}
+	inEveryMode(t, func(t *testing.T, r *rig) {
+		pub := r.publisher(t)
+		const n = 100
+		all := numbered(n)
+		for i, msg := range all {
+			msg.Payload = everyByte(i * 97)
+			msg.Metadata.Set("key", fmt.Sprintf("value %d", i))
+			msg.Metadata.Set(fmt.Sprintf("escaped \"%d\"", i), "\n")
+		}
+		all[n-1].Payload = everyByte(200_000) // larger than a chunk of the claim's memory
+		require.NoError(t, pub.Publish("kept", all...))
+		messages := r.subscribe(t, "kept", SubscriberConfig{Concurrency: n})
+		kept := make([]*message.Message, n)
+		for i := range kept {
+			kept[i] = await(t, messages)
+		}
+		for i, msg := range kept {
+			require.Equal(t, len(msg.Payload), cap(msg.Payload), "message %d", i)
+			_ = append(msg.Payload, "an append that must not reach a neighbour"...)
+		}
+		for _, msg := range kept {
+			msg.Ack()
+		}
+		claims := 1000
+		if testing.Short() {
+			claims = 200
+		}
+		reads := r.subscribe(t, "reads", SubscriberConfig{Concurrency: 1, Backoff: NoBackoff})
+		require.NoError(t, pub.Publish("reads", message.NewMessage(strings.Repeat("z", 300), bytes.Repeat([]byte{0xee}, 20_000))))
+		for range claims {
+			await(t, reads).Nack()
+		}
+		await(t, reads).Ack()
+		runtime.GC()
+		for i, msg := range kept {
+			require.True(t, all[i].Equals(msg), "message %d", i)
+		}
+	}, maxConns(2))
 }
 
 // claims makes topics of a hundred rows each and a function that claims the next of them.

@@ -72,11 +72,7 @@ func newRig(t testing.TB, opts ...rigOption) *rig {
 	for _, opt := range opts {
 		opt(&c)
 	}
-	r := &rig{
-		db: pgtest.New(t), logs: &errorLog{},
-		claimed: make(chan ClaimEvent, 1<<14), waiting: make(chan WaitEvent, 1<<14), woken: make(chan WakeEvent, 1<<14),
-		settled: make(chan SettleEvent, 1<<14), published: make(chan PublishEvent, 1<<14),
-	}
+	r := newEvents(pgtest.New(t))
 	for _, sql := range c.setup {
 		r.db.Exec(t, strings.ReplaceAll(sql, "%[1]s", r.db.Name))
 	}
@@ -92,6 +88,22 @@ func newRig(t testing.TB, opts ...rigOption) *rig {
 		}
 	})
 	return r
+}
+
+func newEvents(db *pgtest.DB) *rig {
+	return &rig{
+		db: db, logs: &errorLog{},
+		claimed: make(chan ClaimEvent, 1<<14), waiting: make(chan WaitEvent, 1<<14), woken: make(chan WakeEvent, 1<<14),
+		settled: make(chan SettleEvent, 1<<14), published: make(chan PublishEvent, 1<<14),
+	}
+}
+
+func poolOptions(opts []rigOption) []func(*pgxpool.Config) {
+	var c rigConfig
+	for _, opt := range opts {
+		opt(&c)
+	}
+	return c.pool
 }
 
 // open opens the pool's client with the rig's observer, and closes it when the test ends.
@@ -548,8 +560,19 @@ var execModes = []pgx.QueryExecMode{
 	pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol,
 }
 
-func inMode(mode pgx.QueryExecMode) rigOption {
-	return withPool(func(c *pgxpool.Config) { c.ConnConfig.DefaultQueryExecMode = mode })
+// inEveryMode runs a test with a pool of each exec mode, one after the other on one database. A database for each would
+// take longer than most of the tests.
+func inEveryMode(t *testing.T, test func(t *testing.T, r *rig), opts ...rigOption) {
+	t.Helper()
+	first := newRig(t, opts...)
+	for _, mode := range execModes {
+		t.Run(mode.String(), func(t *testing.T) {
+			r := newEvents(first.db)
+			r.pool = r.db.Pool(t, append(poolOptions(opts), func(c *pgxpool.Config) { c.ConnConfig.DefaultQueryExecMode = mode })...)
+			test(t, r)
+		})
+		first.db.Exec(t, "DROP TABLE IF EXISTS public.pgmill_messages, public.pgmill_subscriptions, public.pgmill_migrations")
+	}
 }
 
 // settings that change what the server answers or where it looks.
@@ -574,13 +597,10 @@ func TestPayloadsArriveExactlyInEveryExecMode(t *testing.T) {
 	for name, settings := range map[string]rigOption{
 		"default": func(*rigConfig) {}, "strange settings": strangeSettings, "empty search_path": emptySearchPath,
 	} {
-		for _, mode := range execModes {
-			t.Run(name+"/"+mode.String(), func(t *testing.T) {
-				t.Parallel()
-				r := newRig(t, inMode(mode), settings)
-				testPayloads(t, r)
-			})
-		}
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			inEveryMode(t, testPayloads, settings)
+		})
 	}
 }
 
@@ -624,16 +644,12 @@ func testPayloads(t *testing.T, r *rig) {
 func TestBulkPublishInEveryExecMode(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "FP13")
-	for _, mode := range execModes {
-		t.Run(mode.String(), func(t *testing.T) {
-			t.Parallel()
-			r := newRig(t, inMode(mode))
-			require.NoError(t, r.publisher(t).Publish("orders", numbered(10_000)...))
-			require.EqualValues(t, 10_000, r.db.QueryInt(t, `
-				SELECT count(*) FROM (SELECT uuid, row_number() OVER (ORDER BY id) - 1 AS n FROM public.pgmill_messages) AS m
-				WHERE uuid = n::text`))
-		})
-	}
+	inEveryMode(t, func(t *testing.T, r *rig) {
+		require.NoError(t, r.publisher(t).Publish("orders", numbered(10_000)...))
+		require.EqualValues(t, 10_000, r.db.QueryInt(t, `
+			SELECT count(*) FROM (SELECT uuid, row_number() OVER (ORDER BY id) - 1 AS n FROM public.pgmill_messages) AS m
+			WHERE uuid = n::text`))
+	})
 }
 
 // Contexts
@@ -805,6 +821,12 @@ func run(t testing.TB, add func(*message.Router)) *message.Router {
 
 type countingTracer struct{ started, ended, failed atomic.Int64 }
 
+func (c *countingTracer) reset() {
+	c.started.Store(0)
+	c.ended.Store(0)
+	c.failed.Store(0)
+}
+
 type tracedKey struct{}
 
 func (c *countingTracer) TraceQueryStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceQueryStartData) context.Context {
@@ -827,23 +849,20 @@ func (c *countingTracer) TraceQueryEnd(ctx context.Context, _ *pgx.Conn, data pg
 
 func TestThePoolsTracerSeesEveryInsert(t *testing.T) {
 	t.Parallel()
-	for _, mode := range execModes {
-		t.Run(mode.String(), func(t *testing.T) {
-			t.Parallel()
-			tracer := &countingTracer{}
-			r := newRig(t, inMode(mode), withPool(func(c *pgxpool.Config) { c.ConnConfig.Tracer = tracer }))
-			pub := r.publisher(t)
-			require.NoError(t, pub.Publish("orders", text("a")))
-			require.NoError(t, pub.InTx(t.Context(), pgx.TxOptions{}, func(ctx context.Context, _ pgx.Tx, pub *TxPublisher) error {
-				return pub.Publish("orders", text("b"))
-			}))
-			r.db.Exec(t, "ALTER TABLE public.pgmill_messages ADD CHECK (uuid <> 'c')")
-			require.Error(t, pub.Publish("orders", text("c")))
-			require.EqualValues(t, 3, tracer.started.Load())
-			require.EqualValues(t, 3, tracer.ended.Load())
-			require.EqualValues(t, 1, tracer.failed.Load())
-		})
-	}
+	tracer := &countingTracer{}
+	inEveryMode(t, func(t *testing.T, r *rig) {
+		tracer.reset()
+		pub := r.publisher(t)
+		require.NoError(t, pub.Publish("orders", text("a")))
+		require.NoError(t, pub.InTx(t.Context(), pgx.TxOptions{}, func(ctx context.Context, _ pgx.Tx, pub *TxPublisher) error {
+			return pub.Publish("orders", text("b"))
+		}))
+		r.db.Exec(t, "ALTER TABLE public.pgmill_messages ADD CHECK (uuid <> 'c')")
+		require.Error(t, pub.Publish("orders", text("c")))
+		require.EqualValues(t, 3, tracer.started.Load())
+		require.EqualValues(t, 3, tracer.ended.Load())
+		require.EqualValues(t, 1, tracer.failed.Load())
+	}, withPool(func(c *pgxpool.Config) { c.ConnConfig.Tracer = tracer }))
 }
 
 // Borrowed payloads
@@ -852,21 +871,17 @@ func TestThePoolsTracerSeesEveryInsert(t *testing.T) {
 func TestPayloadsAreTheCallersAgainWhenPublishReturns(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "P32")
-	for _, mode := range execModes {
-		t.Run(mode.String(), func(t *testing.T) {
-			t.Parallel()
-			r := newRig(t, inMode(mode), maxConns(2))
-			pub := r.warm(t)
-			r.db.Exec(t, "ALTER TABLE public.pgmill_messages ADD CHECK (uuid <> 'refused')")
-			var callers sync.WaitGroup
-			for range 4 {
-				callers.Go(func() { publishAndOverwrite(t, pub) })
-			}
-			callers.Wait()
-			require.Zero(t, r.db.QueryInt(t, "SELECT count(*) FROM public.pgmill_messages WHERE payload <> repeat('a', 10000)::bytea"))
-			require.GreaterOrEqual(t, r.rows(t), int64(4*30))
-		})
-	}
+	inEveryMode(t, func(t *testing.T, r *rig) {
+		pub := r.warm(t)
+		r.db.Exec(t, "ALTER TABLE public.pgmill_messages ADD CHECK (uuid <> 'refused')")
+		var callers sync.WaitGroup
+		for range 4 {
+			callers.Go(func() { publishAndOverwrite(t, pub) })
+		}
+		callers.Wait()
+		require.Zero(t, r.db.QueryInt(t, "SELECT count(*) FROM public.pgmill_messages WHERE payload <> repeat('a', 10000)::bytea"))
+		require.GreaterOrEqual(t, r.rows(t), int64(4*30))
+	}, maxConns(2))
 }
 
 func publishAndOverwrite(t *testing.T, pub *Publisher) {

@@ -22,8 +22,10 @@ var errBusiness = errors.New("business error")
 // txRig has a table of the user's own beside pgmill's.
 func txRig(t *testing.T, opts ...rigOption) *rig {
 	t.Helper()
-	return newRig(t, append([]rigOption{withSetup("CREATE TABLE public.orders (id int PRIMARY KEY)")}, opts...)...)
+	return newRig(t, append([]rigOption{withOrders}, opts...)...)
 }
+
+var withOrders = withSetup("CREATE TABLE public.orders (id int PRIMARY KEY)")
 
 func (r *rig) orders(t testing.TB) int64 {
 	t.Helper()
@@ -44,38 +46,35 @@ func in(ctx context.Context, s string) *message.Message {
 
 func TestInTxCommitsWritesAndMessagesTogether(t *testing.T) {
 	t.Parallel()
-	for _, mode := range execModes {
-		t.Run(mode.String(), func(t *testing.T) {
-			t.Parallel()
-			r := txRig(t, inMode(mode))
-			pub := r.publisher(t)
-			var all []*message.Message
-			for _, n := range []int{0, 1, 256, 8193} {
-				all = append(all, message.NewMessage("payload", everyByte(n)))
-				all[len(all)-1].Metadata.Set("key", `"é`)
-			}
-			require.NoError(t, pub.InTx(t.Context(), pgx.TxOptions{}, func(ctx context.Context, tx pgx.Tx, inside *TxPublisher) error {
-				require.NoError(t, order(ctx, tx, 1))
-				require.NoError(t, inside.Publish("orders"))
-				require.NoError(t, inside.Publish("orders", all...))
-				require.NoError(t, inside.Publish("orders", in(ctx, "with the context")))
-				require.NoError(t, pub.Publish("orders", in(ctx, "through the publisher")))
-				require.Zero(t, r.rows(t), "another session sees nothing yet")
-				require.NoError(t, inside.Close())
-				return nil
-			}))
-			require.EqualValues(t, 1, r.orders(t))
-			require.EqualValues(t, 6, r.rows(t))
-			messages := r.subscribe(t, "orders", SubscriberConfig{Concurrency: 1})
-			for _, want := range all {
-				msg := await(t, messages)
-				require.True(t, want.Equals(msg))
-				msg.Ack()
-			}
-			await(t, messages).Ack()
-			await(t, messages).Ack()
-		})
-	}
+	inEveryMode(t, func(t *testing.T, r *rig) {
+		r.db.Exec(t, "TRUNCATE public.orders")
+		pub := r.publisher(t)
+		var all []*message.Message
+		for _, n := range []int{0, 1, 256, 8193} {
+			all = append(all, message.NewMessage("payload", everyByte(n)))
+			all[len(all)-1].Metadata.Set("key", `"é`)
+		}
+		require.NoError(t, pub.InTx(t.Context(), pgx.TxOptions{}, func(ctx context.Context, tx pgx.Tx, inside *TxPublisher) error {
+			require.NoError(t, order(ctx, tx, 1))
+			require.NoError(t, inside.Publish("orders"))
+			require.NoError(t, inside.Publish("orders", all...))
+			require.NoError(t, inside.Publish("orders", in(ctx, "with the context")))
+			require.NoError(t, pub.Publish("orders", in(ctx, "through the publisher")))
+			require.Zero(t, r.rows(t), "another session sees nothing yet")
+			require.NoError(t, inside.Close())
+			return nil
+		}))
+		require.EqualValues(t, 1, r.orders(t))
+		require.EqualValues(t, 6, r.rows(t))
+		messages := r.subscribe(t, "orders", SubscriberConfig{Concurrency: 1})
+		for _, want := range all {
+			msg := await(t, messages)
+			require.True(t, want.Equals(msg))
+			msg.Ack()
+		}
+		await(t, messages).Ack()
+		await(t, messages).Ack()
+	}, withOrders)
 }
 
 // However f ends without success, nothing of it is stored, nobody is woken and the connection is free again.
@@ -193,41 +192,38 @@ func TestTxPublishesInACallersTransaction(t *testing.T) {
 
 func TestSQLTxPublishesInATransactionOfDatabaseSQL(t *testing.T) {
 	t.Parallel()
-	for _, mode := range execModes {
-		t.Run(mode.String(), func(t *testing.T) {
-			t.Parallel()
-			r := txRig(t, inMode(mode))
-			pub := r.warm(t)
-			db := stdlib.OpenDBFromPool(r.pool)
-			defer db.Close()
-			publish := func(end func(*sql.Tx) error) *TxPublisher {
-				tx, err := db.BeginTx(t.Context(), &sql.TxOptions{Isolation: sql.LevelSerializable})
-				require.NoError(t, err)
-				_, err = tx.ExecContext(t.Context(), "INSERT INTO public.orders (id) VALUES (1)")
-				require.NoError(t, err)
-				inside := pub.SQLTx(tx)
-				for _, n := range []int{0, 1, 256, 10_000} {
-					msg := message.NewMessage("payload", everyByte(n))
-					msg.Metadata.Set("key", `"é`)
-					require.NoError(t, inside.Publish("orders", msg))
-				}
-				require.NoError(t, end(tx))
-				return inside
-			}
-			publish((*sql.Tx).Rollback)
-			require.Zero(t, r.rows(t))
-			require.Zero(t, r.orders(t))
-			publish((*sql.Tx).Commit).Committed()
-			require.EqualValues(t, 1, r.orders(t))
-			messages := r.subscribe(t, "orders", SubscriberConfig{Concurrency: 1})
+	inEveryMode(t, func(t *testing.T, r *rig) {
+		r.db.Exec(t, "TRUNCATE public.orders")
+		pub := r.warm(t)
+		db := stdlib.OpenDBFromPool(r.pool)
+		defer db.Close()
+		publish := func(end func(*sql.Tx) error) *TxPublisher {
+			tx, err := db.BeginTx(t.Context(), &sql.TxOptions{Isolation: sql.LevelSerializable})
+			require.NoError(t, err)
+			_, err = tx.ExecContext(t.Context(), "INSERT INTO public.orders (id) VALUES (1)")
+			require.NoError(t, err)
+			inside := pub.SQLTx(tx)
 			for _, n := range []int{0, 1, 256, 10_000} {
-				msg := await(t, messages)
-				require.Equal(t, everyByte(n), []byte(msg.Payload))
-				require.Equal(t, message.Metadata{"key": `"é`}, msg.Metadata)
-				msg.Ack()
+				msg := message.NewMessage("payload", everyByte(n))
+				msg.Metadata.Set("key", `"é`)
+				require.NoError(t, inside.Publish("orders", msg))
 			}
-		})
-	}
+			require.NoError(t, end(tx))
+			return inside
+		}
+		publish((*sql.Tx).Rollback)
+		require.Zero(t, r.rows(t))
+		require.Zero(t, r.orders(t))
+		publish((*sql.Tx).Commit).Committed()
+		require.EqualValues(t, 1, r.orders(t))
+		messages := r.subscribe(t, "orders", SubscriberConfig{Concurrency: 1})
+		for _, n := range []int{0, 1, 256, 10_000} {
+			msg := await(t, messages)
+			require.Equal(t, everyByte(n), []byte(msg.Payload))
+			require.Equal(t, message.Metadata{"key": `"é`}, msg.Metadata)
+			msg.Ack()
+		}
+	}, withOrders)
 }
 
 func TestWithTxStoresInTheTransactionThatTheContextCarries(t *testing.T) {

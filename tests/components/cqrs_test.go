@@ -25,8 +25,10 @@ type RoomBooked struct{ Room string }
 func (b *bundle) commandBus(t *testing.T) *cqrs.CommandBus {
 	t.Helper()
 	bus, err := cqrs.NewCommandBusWithConfig(b.pub, cqrs.CommandBusConfig{
-		GeneratePublishTopic: func(p cqrs.CommandBusGeneratePublishTopicParams) (string, error) { return "commands." + p.CommandName, nil },
-		Marshaler:            cqrs.JSONMarshaler{},
+		GeneratePublishTopic: func(p cqrs.CommandBusGeneratePublishTopicParams) (string, error) {
+			return "commands." + p.CommandName, nil
+		},
+		Marshaler: cqrs.JSONMarshaler{},
 	})
 	require.NoError(t, err)
 	return bus
