@@ -3,8 +3,10 @@ package claimshape
 import (
 	"context"
 	"fmt"
+	"slices"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 )
 
 // statements is what Check asks of a set of statements.
@@ -22,12 +24,27 @@ func (s *Lease) all() []statement {
 func Check(ctx context.Context, conn *pgx.Conn, t Table, sets ...statements) error {
 	for _, set := range sets {
 		for _, st := range set.all() {
-			if _, err := conn.PgConn().Prepare(ctx, "", st.sql, nil); err != nil {
-				if Refused(err) {
+			prepared, err := conn.PgConn().Prepare(ctx, "", st.sql, nil)
+			if err == nil && st.types != nil {
+				err = st.checkTypes(prepared)
+			}
+			if err != nil {
+				if Answered(err) {
 					err = fmt.Errorf("%w: %w", ErrSchema, err)
 				}
 				return fmt.Errorf("check table %s: prepare %s: %w", t, st.op, err)
 			}
+		}
+	}
+	return nil
+}
+
+// checkTypes compares what a statement answers with what is decoded. A table of another type may well be prepared: bytea
+// goes into a text column, as hex digits.
+func (s statement) checkTypes(prepared *pgconn.StatementDescription) error {
+	for i, f := range prepared.Fields {
+		if !slices.Contains(s.types[i], f.DataTypeOID) {
+			return fmt.Errorf("column %s has a type that is not its own (oid %d): %w", f.Name, f.DataTypeOID, ErrSchema)
 		}
 	}
 	return nil

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"time"
 	"unsafe"
+
+	"github.com/jackc/pgx/v5/pgtype"
 )
 
 const (
@@ -24,6 +26,12 @@ const (
 	// jsonb's binary form is this version in front of the text.
 	jsonbVersion = 1
 )
+
+// claimTypes are the types that a claim's columns may have, for which the decoder reads them right.
+var claimTypes = [][]uint32{
+	{pgtype.Int8OID}, {pgtype.TimestamptzOID}, {pgtype.TimestamptzOID}, {pgtype.Int8OID}, {pgtype.TimestamptzOID},
+	{pgtype.TextOID, pgtype.VarcharOID, pgtype.BPCharOID}, {pgtype.ByteaOID}, {pgtype.JSONBOID, pgtype.JSONOID},
+}
 
 // arena hands out memory that is written once, here.
 type arena struct {

@@ -23,7 +23,7 @@ type Lease struct {
 // NewLease renders the statements of a table.
 func NewLease(t Table, l Link) *Lease {
 	t = t.withDefaults()
-	return &Lease{
+	s := &Lease{
 		table:     t,
 		link:      l,
 		claim:     newStatement("claim", "claim.sql", t),
@@ -32,6 +32,8 @@ func NewLease(t Table, l Link) *Lease {
 		look:      newStatement("look", "look.sql", t),
 		extend:    newStatement("extend", "extend.sql", t),
 	}
+	s.claim.types = claimTypes
+	return s
 }
 
 // Floor is the position behind which a claim starts to look. The zero Floor looks at all rows.

@@ -36,6 +36,8 @@ type statement struct {
 	op   string // what it does, for errors: claim, settle, ...
 	sql  string
 	name string
+
+	types [][]uint32 // that each of its columns may have, where Check is to compare them
 }
 
 // newStatement renders a template for a table.
