@@ -32,7 +32,7 @@ func TestSmallPoolsMakeHandlersSlowerNeverDead(t *testing.T) {
 		t.Run(fmt.Sprint(conns), func(t *testing.T) {
 			t.Parallel()
 			s := newSystem(t, 0, maxConns(conns))
-			s.publish(t, "orders", 200)
+			s.publish(t, "orders", 100)
 			out, sub := s.subscribe(t, "orders", pgmill.SubscriberConfig{Concurrency: 50, CloseTimeout: 5 * time.Second})
 			wait := handle(out, func(msg *message.Message) {
 				if _, err := s.pool.Exec(msg.Context(), "SELECT pg_sleep(0.005)"); err != nil {
@@ -43,8 +43,8 @@ func TestSmallPoolsMakeHandlersSlowerNeverDead(t *testing.T) {
 				}
 				msg.Ack()
 			})
-			until(t, "all acks", func() bool { return s.outcomes("acked") == 200 })
-			require.EqualValues(t, 200, s.db.QueryInt(t, rows+" WHERE topic = 'replies'"))
+			until(t, "all acks", func() bool { return s.outcomes("acked") == 100 })
+			require.EqualValues(t, 100, s.db.QueryInt(t, rows+" WHERE topic = 'replies'"))
 			require.NoError(t, sub.Close())
 			wait()
 			require.Zero(t, s.outcomes("lost"))

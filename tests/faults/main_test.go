@@ -3,12 +3,17 @@
 package faults
 
 import (
+	"flag"
 	"testing"
 
 	"github.com/pgmill/pgmill/internal/pgtest"
 )
 
 func TestMain(m *testing.M) {
+	// These tests wait for most of their time: for leases, outages and timeouts.
+	if err := flag.Set("test.parallel", "6"); err != nil {
+		panic(err)
+	}
 	pgtest.RegisterChild("worker", workerChild)
 	pgtest.RegisterChild("cycles", cyclesChild)
 	pgtest.RegisterChild("soak", soakChild)

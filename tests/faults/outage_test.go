@@ -57,7 +57,7 @@ func (p *publishing) stop() []string {
 func TestOutagesUnderLoadLoseNothingAndEndBySelf(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "FS8", "FS9", "FS11", "W15")
-	outages := []time.Duration{3 * time.Second, time.Second}
+	outages := []time.Duration{3 * time.Second}
 	if !testing.Short() {
 		outages = []time.Duration{3 * time.Second, 2 * time.Minute, time.Second, 12 * time.Second, 5 * time.Second}
 	}
