@@ -702,6 +702,7 @@ func TestPublishWhoseContextEndsWhileItWaitsForAConnection(t *testing.T) {
 	pub := r.warm(t)
 	conn, err := r.pool.Acquire(t.Context())
 	require.NoError(t, err)
+	t.Cleanup(conn.Release)
 	for i := range 3 { // any message's context
 		all := numbered(3)
 		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
@@ -945,6 +946,7 @@ func TestPublishChecksClosedThenMessagesThenConnects(t *testing.T) {
 
 	conn, err := r.pool.Acquire(t.Context())
 	require.NoError(t, err)
+	t.Cleanup(conn.Release)
 	require.ErrorContains(t, pub.Publish("orders", bad), "NUL", "before a connection is asked for")
 	require.NoError(t, pub.Close())
 	require.ErrorIs(t, pub.Publish("orders", bad), ErrPublisherClosed, "before the messages are looked at")

@@ -127,17 +127,21 @@ func TestInTxRollsBack(t *testing.T) {
 
 func TestInTxWakesAfterTheCommit(t *testing.T) {
 	t.Parallel()
-	r := newRig(t)
+	r := newRig(t, behindProxy)
 	r.open(t, Config{PollInterval: time.Hour})
 	pub := r.publisher(t)
 	messages := r.subscribe(t, "orders", SubscriberConfig{})
 	await(t, r.waiting)
-	require.NoError(t, pub.InTx(t.Context(), pgx.TxOptions{}, func(ctx context.Context, _ pgx.Tx, inside *TxPublisher) error {
-		require.NoError(t, inside.Publish("orders", text("a")))
-		require.NoError(t, pub.Publish("orders", in(ctx, "b")))
-		requireBlocked(t, r.woken)
-		return nil
-	}))
+	held, release := r.proxy.Hold("commit")
+	answer := async(func() error {
+		return pub.InTx(context.Background(), pgx.TxOptions{}, func(ctx context.Context, _ pgx.Tx, inside *TxPublisher) error {
+			return errors.Join(inside.Publish("orders", in(ctx, "a")), pub.Publish("orders", in(ctx, "b")))
+		})
+	})
+	awaitClosed(t, held)
+	requireBlocked(t, r.woken)
+	release()
+	require.NoError(t, await(t, answer))
 	require.Equal(t, "publish", await(t, r.woken).Reason)
 	for range 2 {
 		await(t, messages).Ack()
@@ -482,6 +486,7 @@ func TestInTxWithoutAConnection(t *testing.T) {
 	pub := r.warm(t)
 	conn, err := r.pool.Acquire(t.Context())
 	require.NoError(t, err)
+	t.Cleanup(conn.Release)
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
 	err = pub.InTx(ctx, pgx.TxOptions{}, func(context.Context, pgx.Tx, *TxPublisher) error {
