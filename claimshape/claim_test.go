@@ -63,6 +63,7 @@ func TestClaimsAreInOrderForEveryLimit(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "FC4")
 	const limits = 64
+	b := setup(t)
 	for name, due := range map[string]string{
 		"published":   "due_at = now()",
 		"due_at":      "due_at = now() - (i * 7919 % 1009) * interval '1 ms'",
@@ -70,8 +71,8 @@ func TestClaimsAreInOrderForEveryLimit(t *testing.T) {
 		"few_instant": "due_at = now() - (i % 3) * interval '1 ms'",
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			b := setup(t)
+			b.t, b.ctx = t, t.Context()
+			b.exec("TRUNCATE pgmill_messages")
 			b.fill("orders", limits*(limits+1)/2, due)
 			want := b.ids("SELECT id FROM pgmill_messages ORDER BY due_at, id")
 			var got []int64
@@ -224,12 +225,14 @@ func TestClaimSaturatesTheAttempt(t *testing.T) {
 func TestHostileRowsFailNoClaim(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "FC7", "FD1")
+	db := migrated(t)
 	for _, timezone := range []string{"UTC", "Asia/Kolkata", "America/St_Johns"} {
 		for _, mode := range modes {
 			t.Run(timezone+"/"+mode.String(), func(t *testing.T) {
-				t.Parallel()
-				b := open(t, migrated(t, "timezone = '"+timezone+"'", "DateStyle = 'SQL, DMY'", "bytea_output = escape",
-					"IntervalStyle = sql_standard"), inMode(mode))
+				b := open(t, db, inMode(mode), with("timezone", timezone), with("datestyle", "SQL, DMY"), with("bytea_output", "escape"),
+					with("intervalstyle", "sql_standard"))
+				require.Equal(t, "SQL, DMY escape", b.text("SELECT current_setting('DateStyle') || ' ' || current_setting('bytea_output')"))
+				b.exec("TRUNCATE pgmill_messages RESTART IDENTITY")
 				b.requireHostileRows()
 			})
 		}
@@ -310,11 +313,11 @@ func (b *bundle) stored() map[int64]*Row {
 // Eight claimers, and no row twice.
 func TestConcurrentClaimersNeverShareARow(t *testing.T) {
 	t.Parallel()
+	db := migrated(t)
 	for _, level := range []string{"read committed", "repeatable read", "serializable"} {
-		t.Run(strings.ReplaceAll(level, " ", "_"), func(t *testing.T) {
-			t.Parallel()
+		t.Run(level, func(t *testing.T) {
 			// A default above READ COMMITTED fails claims with 40001 where they do not choose their level.
-			b := open(t, migrated(t, "default_transaction_isolation = '"+level+"'"))
+			b := open(t, db, with("default_transaction_isolation", level))
 			n := 2000
 			if testing.Short() {
 				n = 600
@@ -423,13 +426,14 @@ func busy(b *bundle, conn *pgx.Conn, all []Settlement) error {
 func TestOnlyClaimsCommitAsynchronously(t *testing.T) {
 	t.Parallel()
 	eachMode(t, func(t *testing.T, b *bundle) {
-		b.exec(`CREATE TABLE modes (op text, mode text);
-			CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+		b.exec(`CREATE TABLE IF NOT EXISTS modes (op text, mode text);
+			TRUNCATE modes;
+			CREATE OR REPLACE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
 				INSERT INTO modes VALUES (TG_OP || CASE WHEN TG_OP = 'UPDATE' AND NEW.attempt = OLD.attempt THEN ' settle' ELSE '' END,
 					current_setting('synchronous_commit'));
 				RETURN NULL;
 			END $$;
-			CREATE TRIGGER note AFTER INSERT OR UPDATE OR DELETE ON pgmill_messages FOR EACH ROW EXECUTE FUNCTION note()`)
+			CREATE OR REPLACE TRIGGER note AFTER INSERT OR UPDATE OR DELETE ON pgmill_messages FOR EACH ROW EXECUTE FUNCTION note()`)
 		b.publish("orders", 3)
 		rows := b.claim("orders", 3)
 		require.Equal(t, "on", b.text("SHOW synchronous_commit"))

@@ -102,12 +102,12 @@ func TestBulkInsertRunsInEveryMode(t *testing.T) {
 // A statement is one round trip where the protocol allows it: BEGIN, statement and COMMIT have one Sync.
 func TestOneRoundTrip(t *testing.T) {
 	t.Parallel()
+	db := migrated(t)
 	for _, mode := range modes {
 		t.Run(mode.String(), func(t *testing.T) {
-			t.Parallel()
-			db := migrated(t)
 			proxy := pgtest.NewProxy(t, db.DSN)
 			b := open(t, &pgtest.DB{DSN: proxy.DSN(""), Name: db.Name, Server: db.Server}, inMode(mode))
+			b.exec("TRUNCATE pgmill_messages")
 			for _, s := range steps() { // prepares
 				require.NoError(t, s.run(t.Context(), b))
 			}
@@ -171,7 +171,7 @@ func TestStalePlansHeal(t *testing.T) {
 			"ALTER TABLE pgmill_messages DROP COLUMN uuid, ADD COLUMN uuid text",
 			"DEALLOCATE ALL",
 			"DISCARD ALL",
-			"ALTER TABLE pgmill_messages ADD COLUMN tenant int",
+			"ALTER TABLE pgmill_messages ADD COLUMN IF NOT EXISTS tenant int",
 			"ALTER TABLE pgmill_messages RENAME TO old; CREATE TABLE pgmill_messages (LIKE old INCLUDING ALL); DROP TABLE old",
 			"VACUUM FULL pgmill_messages",
 			"REINDEX TABLE pgmill_messages",
@@ -261,30 +261,26 @@ func complete(tag string) []byte {
 
 func TestCommitThatRolledBackIsAnError(t *testing.T) {
 	t.Parallel()
-	for _, mode := range modes {
-		t.Run(mode.String(), func(t *testing.T) {
-			t.Parallel()
-			on := false
-			b := setup(t, inMode(mode), dialed(func(c net.Conn) net.Conn { return &rolledBack{Conn: c, on: &on} }))
-			for i, s := range steps() {
-				if s.op == "insert" {
-					continue // commits by itself
-				}
-				b.exec("TRUNCATE pgmill_messages")
-				all := steps()
-				for j := range i {
-					require.NoError(t, all[j].run(t.Context(), b))
-				}
-				on = true
-				err := all[i].run(t.Context(), b)
-				on = false
-				require.ErrorIs(t, err, pgx.ErrTxCommitRollback, s.op)
-				require.True(t, Refused(err))
-				require.True(t, Answered(err))
-				require.EqualValues(t, 'I', b.conn.PgConn().TxStatus())
+	on := false
+	eachMode(t, func(t *testing.T, b *bundle) {
+		for i, s := range steps() {
+			if s.op == "insert" {
+				continue // commits by itself
 			}
-		})
-	}
+			b.exec("TRUNCATE pgmill_messages")
+			all := steps()
+			for j := range i {
+				require.NoError(t, all[j].run(t.Context(), b))
+			}
+			on = true
+			err := all[i].run(t.Context(), b)
+			on = false
+			require.ErrorIs(t, err, pgx.ErrTxCommitRollback, s.op)
+			require.True(t, Refused(err))
+			require.True(t, Answered(err))
+			require.EqualValues(t, 'I', b.conn.PgConn().TxStatus())
+		}
+	}, dialed(func(c net.Conn) net.Conn { return &rolledBack{Conn: c, on: &on} }))
 }
 
 func TestContextThatHasEndedSendsNothing(t *testing.T) {
@@ -344,16 +340,16 @@ func (b *bundle) awaitWaiting() {
 
 func TestConnectionsThatBreak(t *testing.T) {
 	t.Parallel()
+	db := migrated(t)
 	for _, mode := range modes {
 		t.Run(mode.String(), func(t *testing.T) {
-			t.Parallel()
-			requireBreaksAreToldApart(t, mode)
+			db.Exec(t, "TRUNCATE pgmill_messages")
+			requireBreaksAreToldApart(t, db, mode)
 		})
 	}
 }
 
-func requireBreaksAreToldApart(t *testing.T, mode pgx.QueryExecMode) {
-	db := migrated(t)
+func requireBreaksAreToldApart(t *testing.T, db *pgtest.DB, mode pgx.QueryExecMode) {
 	proxy := pgtest.NewProxy(t, db.DSN)
 	pool := proxy.Pool(t, inMode(mode))
 	link := NewLink(pool.Config().ConnConfig)
@@ -446,36 +442,33 @@ func (tr *traced) take() ([]pgx.TraceQueryStartData, []pgx.TraceQueryEndData) {
 // The pool's tracer hears of every statement once, with its arguments and its end, whether pgx sends it or we.
 func TestTracerHearsOfEveryStatementOnce(t *testing.T) {
 	t.Parallel()
-	for _, mode := range modes {
-		t.Run(mode.String(), func(t *testing.T) {
-			t.Parallel()
-			tr := &traced{}
-			b := setup(t, inMode(mode), func(c *pgxpool.Config) { c.ConnConfig.Tracer = tr })
-			sqls := map[string][]string{
-				"insert": {b.insert.insert.sql}, "claim": {b.lease.claim.sql}, "extend": {b.lease.extend.sql},
-				"look": {b.lease.look.sql}, "settle": {b.lease.settle.sql, b.lease.settleAck.sql},
-			}
-			args := map[string]int{"insert": 4, "claim": 6, "extend": 4, "look": 3, "settle": 3}
-			tr.take()
-			for _, s := range steps() {
-				require.NoError(t, s.run(t.Context(), b))
-				starts, ends := tr.take()
-				require.Len(t, starts, 1, s.op)
-				require.Len(t, ends, 1, s.op)
-				require.Contains(t, sqls[s.op], starts[0].SQL)
-				require.GreaterOrEqual(t, len(starts[0].Args), args[s.op], s.op)
-				require.NoError(t, ends[0].Err)
-				require.NotZero(t, ends[0].CommandTag.RowsAffected(), s.op)
-			}
-			b.exec("ALTER TABLE pgmill_messages RENAME TO gone")
-			_, _, err := b.lease.Claim(t.Context(), b.conn, "orders", "", Floor{}, 1)
-			require.Error(t, err)
+	tr := &traced{}
+	eachMode(t, func(t *testing.T, b *bundle) {
+		sqls := map[string][]string{
+			"insert": {b.insert.insert.sql}, "claim": {b.lease.claim.sql}, "extend": {b.lease.extend.sql},
+			"look": {b.lease.look.sql}, "settle": {b.lease.settle.sql, b.lease.settleAck.sql},
+		}
+		args := map[string]int{"insert": 4, "claim": 6, "extend": 4, "look": 3, "settle": 3}
+		tr.take()
+		for _, s := range steps() {
+			require.NoError(t, s.run(t.Context(), b))
 			starts, ends := tr.take()
-			require.Len(t, starts, 1)
-			require.Len(t, ends, 1)
-			requireCode(t, "42P01", ends[0].Err)
-		})
-	}
+			require.Len(t, starts, 1, s.op)
+			require.Len(t, ends, 1, s.op)
+			require.Contains(t, sqls[s.op], starts[0].SQL)
+			require.GreaterOrEqual(t, len(starts[0].Args), args[s.op], s.op)
+			require.NoError(t, ends[0].Err)
+			require.NotZero(t, ends[0].CommandTag.RowsAffected(), s.op)
+		}
+		b.exec("ALTER TABLE pgmill_messages RENAME TO gone")
+		_, _, err := b.lease.Claim(t.Context(), b.conn, "orders", "", Floor{}, 1)
+		require.Error(t, err)
+		starts, ends := tr.take()
+		require.Len(t, starts, 1)
+		require.Len(t, ends, 1)
+		requireCode(t, "42P01", ends[0].Err)
+		b.exec("ALTER TABLE gone RENAME TO pgmill_messages")
+	}, func(c *pgxpool.Config) { c.ConnConfig.Tracer = tr })
 }
 
 // startup keeps what a connection sends first.
@@ -515,7 +508,7 @@ func TestConnectionsAtOnceKeepTheirParameters(t *testing.T) {
 	b := setup(t)
 	rounds := 100
 	if testing.Short() {
-		rounds = 30
+		rounds = 10
 	}
 	var all sync.WaitGroup
 	errs := make(chan error, 8)

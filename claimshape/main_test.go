@@ -29,12 +29,15 @@ var modes = []pgx.QueryExecMode{
 	pgx.QueryExecModeSimpleProtocol,
 }
 
-// eachMode runs f as a subtest for each exec mode, with a database of its own.
-func eachMode(t *testing.T, f func(t *testing.T, b *bundle)) {
+// eachMode runs f as a subtest for each exec mode, one after the other on an empty table of one database.
+func eachMode(t *testing.T, f func(t *testing.T, b *bundle), opts ...func(*pgxpool.Config)) {
+	t.Helper()
+	db := migrated(t)
 	for _, mode := range modes {
-		t.Run(strings.ReplaceAll(mode.String(), " ", "_"), func(t *testing.T) {
-			t.Parallel()
-			f(t, setup(t, inMode(mode)))
+		t.Run(mode.String(), func(t *testing.T) {
+			b := open(t, db, append(opts, inMode(mode))...)
+			b.exec("TRUNCATE pgmill_messages RESTART IDENTITY")
+			f(t, b)
 		})
 	}
 }
@@ -61,19 +64,20 @@ func setup(t testing.TB, opts ...func(*pgxpool.Config)) *bundle {
 	return open(t, migrated(t), opts...)
 }
 
-// migrated is a database with the default table. Settings are defaults of all its sessions.
-func migrated(t testing.TB, settings ...string) *pgtest.DB {
+// migrated is a database with the default table.
+func migrated(t testing.TB) *pgtest.DB {
 	t.Helper()
 	db := pgtest.New(t)
 	conn, err := pgx.Connect(t.Context(), db.DSN)
 	require.NoError(t, err)
 	defer conn.Close(t.Context())
 	require.NoError(t, Migrate(t.Context(), conn, Default()))
-	for _, s := range settings {
-		_, err := conn.Exec(t.Context(), "ALTER DATABASE "+db.Name+" SET "+s)
-		require.NoError(t, err, s)
-	}
 	return db
+}
+
+// with gives the pool's sessions a setting, as a default of their role would.
+func with(name, value string) func(*pgxpool.Config) {
+	return func(c *pgxpool.Config) { c.ConnConfig.RuntimeParams[name] = value }
 }
 
 // open is a bundle on a database that is migrated.

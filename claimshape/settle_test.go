@@ -295,11 +295,11 @@ func TestRefusedSettlementChangesNothing(t *testing.T) {
 	promise.Keep(t, "P31")
 	eachMode(t, func(t *testing.T, b *bundle) {
 		rows := b.claimed(20)
-		b.exec(`CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+		b.exec(`CREATE OR REPLACE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
 				IF OLD.uuid = '7' THEN RAISE 'not this one'; END IF;
 				RETURN OLD;
 			END $$;
-			CREATE TRIGGER refuse BEFORE DELETE ON pgmill_messages FOR EACH ROW EXECUTE FUNCTION refuse()`)
+			CREATE OR REPLACE TRIGGER refuse BEFORE DELETE ON pgmill_messages FOR EACH ROW EXECUTE FUNCTION refuse()`)
 		err := b.lease.Settle(t.Context(), b.conn, outcome(Acked, rows...), func(int64) {})
 		requireCode(t, "P0001", err)
 		require.True(t, Answered(err))
