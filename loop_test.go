@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -548,6 +549,47 @@ func TestWakeOfASubscriptionThatDrainsIsPassedOnAtOnce(t *testing.T) {
 		require.Equal(t, 1, l.table.len(), "the row that is with the slow handler")
 		require.Zero(t, time.Since(l.start))
 		slow.Ack()
+	})
+}
+
+// The publish and the end of subscriptions come at the same instant, and one subscription stays.
+func TestWakeOfASubscriptionThatEndsIsPassedOn(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "W16")
+	rounds := 20_000
+	if testing.Short() {
+		rounds = 2000
+	}
+	synctest.Test(t, func(t *testing.T) {
+		l := setupLoops(t)
+		c := SubscriberConfig{PollInterval: 1000 * testHour, Concurrency: 1}
+		handle(l.subscribe(t.Context(), c, nil), ack)
+		for range rounds {
+			comers := make([]*subscription, 3)
+			for i := range comers {
+				comers[i] = l.subscribe(t.Context(), c, nil)
+				handle(comers[i], ack)
+			}
+			synctest.Wait() // all wait
+			start := make(chan struct{})
+			together := func(f func()) {
+				go func() {
+					<-start
+					for range rand.N(10) {
+						runtime.Gosched()
+					}
+					f()
+				}()
+			}
+			together(func() { l.table.insert(1) })
+			for _, s := range comers {
+				together(s.stop)
+			}
+			close(start)
+			synctest.Wait()
+			require.Zero(t, l.table.len(), "a row left to the interval")
+			l.forget()
+		}
 	})
 }
 
