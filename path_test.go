@@ -373,9 +373,9 @@ func TestRowThatDoesNotDecodeStaysAndIsReported(t *testing.T) {
 		msg.Ack()
 	}
 	require.Eventually(t, func() bool {
-		return r.rows(t) == 1 && 1 == r.db.QueryInt(t, `SELECT count(*) FROM public.pgmill_messages
+		return r.rows(t) == 1 && r.db.QueryInt(t, `SELECT count(*) FROM public.pgmill_messages
 			WHERE uuid = 'corrupt' AND attempt = 2 AND locked_until IS NULL
-			  AND due_at - clock_timestamp() BETWEEN interval '50 s' AND interval '60 s'`)
+			  AND due_at - clock_timestamp() BETWEEN interval '50 s' AND interval '60 s'`) == 1
 	}, 10*time.Second, 10*time.Millisecond)
 	require.Len(t, r.logs.errors(), 1)
 	require.Contains(t, r.logs.errors()[0], `Row does not decode: decode public.pgmill_messages id 2: metadata "key": want a string, have a number`)

@@ -682,6 +682,13 @@ type valueContext struct {
 	values []string
 }
 
+func (c valueContext) Value(key any) any {
+	if n, ok := key.(int); ok && n < len(c.values) {
+		return c.values[n]
+	}
+	return c.Context.Value(key)
+}
+
 func TestPublishUnderContextsThatCannotBeCompared(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
