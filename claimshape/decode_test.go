@@ -15,7 +15,6 @@ import (
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
-	"github.com/pgmill/pgmill/internal/pgtest"
 	"github.com/pgmill/pgmill/internal/promise"
 )
 
@@ -287,7 +286,7 @@ func TestMetadataOfAJSONColumn(t *testing.T) {
 // Whatever the server writes in ISO style, in whatever time zone, is read to the microsecond.
 func TestTimesAreReadAsTheServerWritesThem(t *testing.T) {
 	t.Parallel()
-	conn := pgtest.New(t).Conn(t)
+	conn := newDB(t).Conn(t)
 	rapid.Check(t, func(rt *rapid.T) {
 		at := times().Draw(rt, "at")
 		zone := rapid.SampledFrom([]string{

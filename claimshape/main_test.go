@@ -67,7 +67,7 @@ func setup(t testing.TB, opts ...func(*pgxpool.Config)) *bundle {
 // migrated is a database with the default table.
 func migrated(t testing.TB) *pgtest.DB {
 	t.Helper()
-	db := pgtest.New(t)
+	db := newDB(t)
 	conn, err := pgx.Connect(t.Context(), db.DSN)
 	require.NoError(t, err)
 	defer conn.Close(t.Context())

@@ -44,7 +44,7 @@ func TestSixteenProcessesMigrateOneEmptyDatabase(t *testing.T) {
 	if testing.Short() {
 		rounds = 5
 	}
-	db := pgtest.New(t)
+	db := newDB(t)
 	var pools []*pgxpool.Pool
 	for range processes {
 		pools = append(pools, db.Pool(t, func(c *pgxpool.Config) { c.MaxConns = 2 }))
@@ -71,7 +71,7 @@ func TestSixteenProcessesMigrateOneEmptyDatabase(t *testing.T) {
 // Different tables of one schema share its register and its migrations table.
 func TestTablesOfOneSchemaMigrateAtOnce(t *testing.T) {
 	t.Parallel()
-	db := pgtest.New(t)
+	db := newDB(t)
 	var all sync.WaitGroup
 	errs := make(chan error, processes)
 	for i := range processes {
@@ -106,7 +106,7 @@ func TestRealProcessesMigrateOneEmptyDatabase(t *testing.T) {
 	if testing.Short() {
 		n = 4
 	}
-	db := pgtest.New(t)
+	db := newDB(t)
 	var children []*pgtest.ChildProcess
 	for range n {
 		children = append(children, pgtest.Child(t, "migrate", envChildDSN+"="+db.DSN))
@@ -120,7 +120,7 @@ func TestRealProcessesMigrateOneEmptyDatabase(t *testing.T) {
 
 func TestMigrateAgainWritesNothing(t *testing.T) {
 	t.Parallel()
-	db := pgtest.New(t)
+	db := newDB(t)
 	conn := db.Conn(t)
 	done, err := Migrated(t.Context(), conn, Default())
 	require.NoError(t, err)
@@ -140,7 +140,7 @@ func TestMigrateAgainWritesNothing(t *testing.T) {
 
 func TestForeignTableIsLeftAlone(t *testing.T) {
 	t.Parallel()
-	db := pgtest.New(t)
+	db := newDB(t)
 	conn := db.Conn(t)
 	for _, create := range []string{"CREATE TABLE foreign_table (a int)", "CREATE VIEW foreign_view AS SELECT 1 AS a", "CREATE SEQUENCE foreign_sequence"} {
 		db.Exec(t, create)
@@ -203,7 +203,7 @@ func role(t *testing.T, db *pgtest.DB) (name string) {
 func TestRoleWithoutCreateNeedsNoCreate(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "FP10")
-	db := pgtest.New(t)
+	db := newDB(t)
 	name := role(t, db)
 	db.Exec(t, "CREATE SCHEMA app; GRANT USAGE ON SCHEMA app TO "+name)
 	pool := db.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.User = name })
@@ -240,7 +240,7 @@ func TestRoleWithoutCreateNeedsNoCreate(t *testing.T) {
 
 func TestMigrateInATransactionOfTheCaller(t *testing.T) {
 	t.Parallel()
-	db := pgtest.New(t)
+	db := newDB(t)
 	conn := db.Conn(t)
 	tx, err := conn.Begin(t.Context())
 	require.NoError(t, err)
@@ -266,7 +266,7 @@ func TestMigrateInATransactionOfTheCaller(t *testing.T) {
 func TestMigrateNames(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "FP5", "FP8")
-	db := pgtest.New(t)
+	db := newDB(t)
 	conn := db.Conn(t)
 	for _, name := range names63() {
 		tables := []Table{{Schema: name, Name: name}, {Name: name}, {Schema: name}}
@@ -293,7 +293,7 @@ func names63() []string {
 
 func TestMigrateUnderTheRolesDefaults(t *testing.T) {
 	t.Parallel()
-	db := pgtest.New(t)
+	db := newDB(t)
 	db.Exec(t, `CREATE SCHEMA decoys; CREATE TABLE decoys.pgmill_messages (a int); CREATE TABLE decoys.pgmill_migrations (a int);
 		CREATE TABLE decoys.pgmill_subscriptions (a int)`)
 	for _, s := range [][2]string{
@@ -328,7 +328,7 @@ func TestMigrateOutwaitsTheRolesTimeouts(t *testing.T) {
 	for _, setting := range []string{"lock_timeout = '50ms'", "statement_timeout = '200ms'"} {
 		t.Run(setting, func(t *testing.T) {
 			t.Parallel()
-			db := pgtest.New(t)
+			db := newDB(t)
 			db.Exec(t, "ALTER DATABASE "+db.Name+" SET "+setting)
 			other, waiting := db.Conn(t), db.Conn(t)
 			tx, err := begin(t.Context(), other)
@@ -352,7 +352,7 @@ func TestMigrateOutwaitsTheRolesTimeouts(t *testing.T) {
 // A context bounds the wait.
 func TestMigrateEndsWithItsContext(t *testing.T) {
 	t.Parallel()
-	db := pgtest.New(t)
+	db := newDB(t)
 	other, waiting := db.Conn(t), db.Conn(t)
 	tx, err := begin(t.Context(), other)
 	require.NoError(t, err)
@@ -368,7 +368,7 @@ func TestMigrationsAsTextAreWhatMigrateDoes(t *testing.T) {
 	for _, table := range []Table{{}, {Schema: "App-1", Name: `it's "a" \ name`}} {
 		t.Run(table.String(), func(t *testing.T) {
 			t.Parallel()
-			byHand, byUs := pgtest.New(t), pgtest.New(t)
+			byHand, byUs := newDB(t), newDB(t)
 			schema := "CREATE SCHEMA IF NOT EXISTS " + pgx.Identifier{table.withDefaults().Schema}.Sanitize()
 			byHand.Exec(t, schema)
 			for i, m := range Migrations(table) {
@@ -426,7 +426,7 @@ func TestOtherVersionsLayoutIsTolerated(t *testing.T) {
 
 func TestMigrateRefusesWhatTheServerCannotHold(t *testing.T) {
 	t.Parallel()
-	db := pgtest.New(t)
+	db := newDB(t)
 	for _, table := range []Table{
 		{Name: strings.Repeat("x", maxIdentifier+1)},
 		{Schema: strings.Repeat("é", maxIdentifier/2+1)},

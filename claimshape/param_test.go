@@ -11,8 +11,6 @@ import (
 	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
-
-	"github.com/pgmill/pgmill/internal/pgtest"
 )
 
 const (
@@ -60,7 +58,7 @@ func params() map[string]*rapid.Generator[any] {
 // What we encode is what pgx encodes, and the server reads it as such.
 func TestParametersAreEncodedAsPgxDoes(t *testing.T) {
 	t.Parallel()
-	conn := pgtest.New(t).Conn(t)
+	conn := newDB(t).Conn(t)
 	for sqlType, generator := range params() {
 		t.Run(sqlType, func(t *testing.T) {
 			rapid.Check(t, func(rt *rapid.T) {
@@ -92,7 +90,7 @@ func isEmpty(v any) bool {
 // The forms that pgx encodes for us, in whatever mode, arrive as the same values.
 func TestParametersArriveInEveryMode(t *testing.T) {
 	t.Parallel()
-	db := pgtest.New(t)
+	db := newDB(t)
 	for _, mode := range modes {
 		conn := db.Conn(t)
 		for sqlType, generator := range params() {

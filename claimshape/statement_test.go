@@ -8,8 +8,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
-
-	"github.com/pgmill/pgmill/internal/pgtest"
 )
 
 var update = flag.Bool("update", false, "write the golden texts of the statements")
@@ -55,7 +53,7 @@ func TestStatementsEqualTheirGoldenTexts(t *testing.T) {
 // The golden texts run in psql as they stand: the migrations on an empty database, then each statement as a PREPARE.
 func TestGoldenTextsRunAsTheyStand(t *testing.T) {
 	t.Parallel()
-	conn := pgtest.New(t).Conn(t)
+	conn := newDB(t).Conn(t)
 	for _, m := range Migrations(Default()) {
 		golden, err := os.ReadFile("testdata/migration_" + m.Name + ".sql")
 		require.NoError(t, err)
