@@ -1008,10 +1008,15 @@ func TestPublishWakesAfterTheInsertAndOnlyIfItSucceeded(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "P37", "O7")
 	r := newRig(t)
-	rowsWhenWoken := make(chan int64, 10)
+	rowsWhenWoken := make(chan int64, 100)
+	other := r.db.Pool(t)
 	_, err := Open(t.Context(), r.pool, Config{PollInterval: time.Hour, Observer: &Observer{
 		Waiting: func(e WaitEvent) { push(r.waiting, e) },
-		Woken:   func(WakeEvent) { rowsWhenWoken <- r.rows(t) },
+		Woken: func(WakeEvent) {
+			n := int64(-1)
+			_ = other.QueryRow(context.Background(), "SELECT count(*) FROM public.pgmill_messages").Scan(&n)
+			push(rowsWhenWoken, n)
+		},
 	}}, nil)
 	require.NoError(t, err)
 	pub, messages := r.publisher(t), r.subscribe(t, "orders", SubscriberConfig{})
