@@ -174,7 +174,7 @@ func TestTwoRouterHandlersOfOnePublisherLoseAndRepeatNoReply(t *testing.T) {
 			r := newLaneRig(t, 30*time.Second)
 			r.publish(t, "a", 25)
 			r.publish(t, "b", 25)
-			sub, err := r.client.NewSubscriber(SubscriberConfig{Concurrency: 25, CloseTimeout: time.Second})
+			sub, err := r.client.NewSubscriber(SubscriberConfig{Concurrency: 25, CloseTimeout: 3 * time.Second})
 			require.NoError(t, err)
 			h := newDrainHandlers()
 			ctx, cancel := context.WithCancel(t.Context())
@@ -183,11 +183,11 @@ func TestTwoRouterHandlersOfOnePublisherLoseAndRepeatNoReply(t *testing.T) {
 			router, ended := laneRouter(t, ctx, r, func(router *message.Router) {
 				for _, topic := range []string{"a", "b"} {
 					router.AddHandler(topic, topic, sub, "replies", r.pub, func(msg *message.Message) ([]*message.Message, error) {
-						if err := h.handle(msg, evenUUID(msg)); err != nil {
+						if err := h.handle(msg, topic == "a" || evenUUID(msg)); err != nil {
 							return nil, err
 						}
 						if topic == "b" {
-							<-slow // a has drained, and the Router has closed the publisher
+							<-slow
 						}
 						return []*message.Message{message.NewMessage("reply to "+msg.UUID, nil)}, nil
 					})
@@ -202,17 +202,22 @@ func TestTwoRouterHandlersOfOnePublisherLoseAndRepeatNoReply(t *testing.T) {
 				return len(all) == 2 && all[0].State == "draining" && all[1].State == "draining"
 			})
 			close(h.finish)
-			laneUntil(t, "the replies of a", func() bool { return r.count(t, "topic = 'replies'") == 13 })
+			// The handler of a has drained, so the Router closes its publisher. It is b's too.
+			laneUntil(t, "the publisher's end", func() bool {
+				r.pub.mu.Lock()
+				defer r.pub.mu.Unlock()
+				return r.pub.closed
+			})
 			close(slow)
 			require.NoError(t, laneReceiveAny(t, ended))
-			require.Equal(t, map[string]int{"acked": 26, "released": 24}, r.tally())
-			h.requireCutOff(t, 24)
-			requireReleased(t, r, 24)
-			require.Equal(t, 26, r.count(t, "topic = 'replies'"))
+			require.Equal(t, map[string]int{"acked": 38, "released": 12}, r.tally())
+			h.requireCutOff(t, 12)
+			requireReleased(t, r, 12)
+			require.Equal(t, 38, r.count(t, "topic = 'replies'"))
 			var distinct int
 			require.NoError(t, r.sql.QueryRow(t.Context(),
 				"SELECT count(DISTINCT uuid) FROM public.pgmill_messages WHERE topic = 'replies'").Scan(&distinct))
-			require.Equal(t, 26, distinct)
+			require.Equal(t, 38, distinct)
 			require.ErrorIs(t, r.pub.Publish("orders", message.NewMessage("", nil)), ErrPublisherClosed)
 		})
 	}

@@ -620,6 +620,7 @@ func TestLanesOfManyClientsNeverDeadlock(t *testing.T) {
 		d = 2 * time.Second
 	}
 	db := pgtest.New(t)
+	db.Exec(t, fmt.Sprintf("ALTER DATABASE %s SET deadlock_timeout = '10ms'", db.Name)) // sooner than the lane gives up
 	var rigs []*laneRig
 	for range 8 {
 		rigs = append(rigs, openLaneRig(t, db, db.Pool(t, func(c *pgxpool.Config) { c.MaxConns = 3 }), 500*time.Millisecond))
@@ -630,6 +631,8 @@ func TestLanesOfManyClientsNeverDeadlock(t *testing.T) {
 	for n, r := range rigs {
 		work.Go(func() { churnLane(t, r, n, end) })
 	}
+	sweeper := db.Conn(t)
+	work.Go(func() { sweepBackwards(t, sweeper, end) })
 	work.Wait()
 	require.Zero(t, db.QueryInt(t, "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"))
 	for _, r := range rigs {
@@ -639,6 +642,24 @@ func TestLanesOfManyClientsNeverDeadlock(t *testing.T) {
 		}
 	}
 	require.Equal(t, 400, rigs[0].count(t, "true"), "every message is there still")
+}
+
+// sweepBackwards locks rows as somebody's clean-up job does: one after the other, against the order of our statements. Who
+// waits for it while holding rows of his own is in a deadlock with it.
+func sweepBackwards(t *testing.T, conn *pgx.Conn, end time.Time) {
+	for time.Now().Before(end) {
+		tx, err := conn.Begin(context.Background())
+		for id := 400; id > 0 && err == nil; id -= 7 {
+			_, err = tx.Exec(context.Background(), "SELECT FROM public.pgmill_messages WHERE id = $1 FOR UPDATE", id)
+		}
+		if err == nil {
+			err = tx.Rollback(context.Background())
+		}
+		if err != nil {
+			t.Error(err)
+			return
+		}
+	}
 }
 
 // churnLane nacks, releases and loses messages, which others take meanwhile, with the keeper always at work. A settlement
