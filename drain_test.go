@@ -548,8 +548,8 @@ func TestPanicInARouterHandlerIsANackAndGoexitBlocksNothing(t *testing.T) {
 			case msg.UUID == "orders-1" && n == 1:
 				panic("first try")
 			case msg.UUID == "orders-2" && n == 1:
-				var m map[string]int
-				m["nil"] = 1
+				var d *delivery
+				_ = d.row.ID // a nil dereference
 			}
 			return nil
 		})

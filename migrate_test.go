@@ -91,8 +91,14 @@ func TestNamesWorkOrAreRefused(t *testing.T) {
 	require.NoError(t, passThrough(t, pool, Config{}), "the empty name is the default table")
 	requireEmpty(t, db, claimshape.Default())
 	for _, refused := range []claimshape.Table{
-		{Name: strings.Repeat("x", 64)}, {Schema: strings.Repeat("x", 64)}, {Name: strings.Repeat("é", 32)}, {Name: "a\x00b"}, {Schema: "a\x00b"},
-		{Name: "\xff"}, {Name: "pgmill_subscriptions"}, {Name: "pgmill_migrations"},
+		{Name: strings.Repeat("x", 64)},
+		{Schema: strings.Repeat("x", 64)},
+		{Name: strings.Repeat("é", 32)},
+		{Name: "a\x00b"},
+		{Schema: "a\x00b"},
+		{Name: "\xff"},
+		{Name: "pgmill_subscriptions"},
+		{Name: "pgmill_migrations"},
 	} {
 		_, err := Open(t.Context(), pool, Config{Table: refused}, nil)
 		require.ErrorContains(t, err, "open: Table.", refused)

@@ -29,8 +29,14 @@ const (
 
 // claimTypes are the types that a claim's columns may have, for which the decoder reads them right.
 var claimTypes = [][]uint32{
-	{pgtype.Int8OID}, {pgtype.TimestamptzOID}, {pgtype.TimestamptzOID}, {pgtype.Int8OID}, {pgtype.TimestamptzOID},
-	{pgtype.TextOID, pgtype.VarcharOID, pgtype.BPCharOID}, {pgtype.ByteaOID}, {pgtype.JSONBOID, pgtype.JSONOID},
+	{pgtype.Int8OID},
+	{pgtype.TimestamptzOID},
+	{pgtype.TimestamptzOID},
+	{pgtype.Int8OID},
+	{pgtype.TimestamptzOID},
+	{pgtype.TextOID, pgtype.VarcharOID, pgtype.BPCharOID},
+	{pgtype.ByteaOID},
+	{pgtype.JSONBOID, pgtype.JSONOID},
 }
 
 // arena hands out memory that is written once, here.

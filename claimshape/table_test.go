@@ -22,8 +22,13 @@ func TestZeroTableIsTheDefaultTable(t *testing.T) {
 func TestTableCheckNamesEveryProblem(t *testing.T) {
 	t.Parallel()
 	for _, good := range []Table{
-		{Lease: MinLease}, {Lease: MaxLease}, {Name: strings.Repeat("x", 63)}, {Schema: strings.Repeat("é", 31)}, {Name: `"`},
-		{Name: "Pgmill_Migrations"}, {Schema: migrationsTable},
+		{Lease: MinLease},
+		{Lease: MaxLease},
+		{Name: strings.Repeat("x", 63)},
+		{Schema: strings.Repeat("é", 31)},
+		{Name: `"`},
+		{Name: "Pgmill_Migrations"},
+		{Schema: migrationsTable},
 	} {
 		require.NoError(t, good.Check(), good)
 	}

@@ -179,17 +179,6 @@ func untilWithin(t *testing.T, d time.Duration, what string, holds func() bool) 
 	}
 }
 
-func closed[T any](t *testing.T, what string, c <-chan T) {
-	t.Helper()
-	timer := time.NewTimer(deadline)
-	defer timer.Stop()
-	select {
-	case <-c:
-	case <-timer.C:
-		require.FailNow(t, "waited in vain for: "+what)
-	}
-}
-
 // pause lets the system run for a time that is the test's subject.
 func pause(ctx context.Context, d time.Duration) {
 	timer := time.NewTimer(d)

@@ -129,15 +129,6 @@ func waiting(all []event, topic string) int {
 	return len(of(all, topic, "waiting")) - len(of(all, topic, "woken"))
 }
 
-func got(all []event, topic string) (n int) {
-	for _, e := range of(all, topic, "claimed") {
-		if e.kind == "claimed" {
-			n += e.got
-		}
-	}
-	return n
-}
-
 // bundle is a client on a database of the test's own.
 type bundle struct {
 	t      *testing.T
