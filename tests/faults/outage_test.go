@@ -175,7 +175,8 @@ func TestClaimThatACrashForgetsIsDeliveredAgain(t *testing.T) {
 	}
 	handle(out, func(msg *message.Message) { msg.Ack() })
 	untilWithin(t, 45*time.Second, "an empty queue", func() bool { return db.QueryInt(t, rows) == 0 })
-	until(t, "every message acked", func() bool { return s.outcomes("acked") == n })
+	// One more where an ack went out into the crash, and the row was gone by the next delivery's when it was looked for.
+	until(t, "every message acked", func() bool { return s.outcomes("acked") >= n })
 }
 
 func TestSubscribeWhileTheDatabaseIsDownIsAnErrorWithoutResidue(t *testing.T) {
