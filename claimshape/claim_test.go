@@ -163,7 +163,6 @@ func TestClaimStartsBehindItsFloor(t *testing.T) {
 
 func TestClaimCountsAttempts(t *testing.T) {
 	t.Parallel()
-	promise.Keep(t, "P18")
 	b := setup(t)
 	b.publish("orders", 1)
 	tokens := map[Time]bool{}

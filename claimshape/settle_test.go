@@ -11,8 +11,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
-
-	"github.com/pgmill/pgmill/internal/promise"
 )
 
 // claimed publishes n messages and claims them.
@@ -292,7 +290,6 @@ func TestLeaseUpdatesAreHeapOnly(t *testing.T) {
 // A trigger that refuses one row fails the statement whole, and says so: nothing of it took effect.
 func TestRefusedSettlementChangesNothing(t *testing.T) {
 	t.Parallel()
-	promise.Keep(t, "P31")
 	eachMode(t, func(t *testing.T, b *bundle) {
 		rows := b.claimed(20)
 		b.exec(`CREATE OR REPLACE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
