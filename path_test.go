@@ -134,6 +134,28 @@ func TestDeliveryTellsTheRow(t *testing.T) {
 	require.False(t, ok)
 }
 
+func TestSubscriptionThatNobodyReadsTakesNoMoreThanItsSlots(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "W11")
+	r := newRig(t)
+	r.open(t, Config{PollInterval: time.Millisecond})
+	require.NoError(t, r.publisher(t).Publish("orders", numbered(25)...))
+	messages := r.subscribe(t, "orders", SubscriberConfig{Concurrency: 4})
+	require.Equal(t, 4, await(t, r.claimed).Got)
+	require.NoError(t, r.publisher(t).Publish("orders", numbered(1)...)) // a wake changes nothing
+	taken := func() int64 {
+		return r.db.QueryInt(t, "SELECT count(*) FROM public.pgmill_messages WHERE locked_until IS NOT NULL OR attempt <> 1")
+	}
+	require.EqualValues(t, 4, taken())
+	// One message is read and stays in work: its slot is not free either.
+	msg := await(t, messages)
+	require.EqualValues(t, 4, taken())
+	require.Empty(t, r.claimed)
+	msg.Ack()
+	require.Equal(t, "acked", await(t, r.settled).Outcome)
+	require.Empty(t, r.claimed, "the next claim follows the hand-over of the rest")
+}
+
 // The Lease shape holds rows by what it wrote into them.
 func TestLeaseHoldsNoSessionWhileHandlersRun(t *testing.T) {
 	t.Parallel()
