@@ -36,6 +36,19 @@ type Config struct {
 	// Marshaler between messages and columns. Defaults to marshaler.Default(): payload as it is, metadata as JSON.
 	Marshaler marshaler.Marshaler
 
+	// Notify says whether processes wake each other: NotifyOff, ListenNotify or NotifyOnly. Defaults to NotifyOff. All
+	// processes should have it on, or those that have not are found by polling.
+	Notify NotifyMode
+
+	// NotifyInterval bounds how often a process notifies: what is published within it is announced together. Defaults to
+	// 0, each publish notifies at once. Set it (250ms, say) where many publishers write many transactions a second: a
+	// notifying transaction takes a lock that is global to the server.
+	NotifyInterval time.Duration
+
+	// ListenConnect makes the listening connection. Defaults to connecting as the pool does. Set it where the pool's
+	// connections go through a transaction pooler, to connect to the server itself.
+	ListenConnect func(context.Context) (*pgx.Conn, error)
+
 	// PollInterval of subscriptions that do not set their own. Defaults to 1s. Within the process a publish wakes
 	// subscriptions at once; the interval is for what other processes write.
 	PollInterval time.Duration
@@ -63,6 +76,12 @@ func (c *Config) check() error {
 	if c.PollInterval < 0 {
 		problems = append(problems, fmt.Errorf("Config.PollInterval %v: negative", c.PollInterval))
 	}
+	if c.Notify > NotifyOnly {
+		problems = append(problems, fmt.Errorf("Config.Notify %d: not a NotifyMode", c.Notify))
+	}
+	if c.NotifyInterval < 0 {
+		problems = append(problems, fmt.Errorf("Config.NotifyInterval %v: negative", c.NotifyInterval))
+	}
 	return errors.Join(problems...)
 }
 
@@ -78,6 +97,9 @@ type shared struct {
 	link   claimshape.Link
 	hub    wakeHub
 	inWork atomic.Int64 // deliveries that are not decided, over all subscriptions
+
+	notifier notifier
+	listener *listener // nil unless ListenNotify; set by Open
 
 	mu     sync.Mutex
 	config Config
@@ -123,8 +145,8 @@ func forgetClient(key weak.Pointer[pgxpool.Pool]) {
 }
 
 // Open configures the client of a pool: once, and before the first Subscribe or Publish on it. NewPublisher and
-// NewSubscriber with the same pool use it, made before or after. It asks nothing of the database; ctx bounds Open only.
-// A nil logger logs nothing.
+// NewSubscriber with the same pool use it, made before or after. With ListenNotify it connects, and checks that
+// notifications arrive; otherwise it asks nothing of the database. ctx bounds Open only. A nil logger logs nothing.
 func Open(ctx context.Context, pool *pgxpool.Pool, c Config, logger watermill.LoggerAdapter) (*Client, error) {
 	client, err := open(ctx, pool, c, logger)
 	if err != nil {
@@ -145,36 +167,58 @@ func open(ctx context.Context, pool *pgxpool.Pool, c Config, logger watermill.Lo
 	if err != nil {
 		return nil, err
 	}
-	client.mu.Lock()
-	defer client.mu.Unlock()
-	switch {
-	case client.opened:
-		return nil, errors.New("the pool's client is open already")
-	case client.routes != nil:
-		return nil, errors.New("the pool was used by a Subscribe or Publish before; open its client first")
+	if err := client.configure(c, orNop(logger)); err != nil {
+		return nil, err
 	}
-	client.opened, client.config, client.log = true, c, orNop(logger)
+	if c.Notify == ListenNotify {
+		if client.listener, err = openListener(ctx, client); err != nil {
+			client.unregister() // so that Open can be called again
+			return nil, err
+		}
+	}
 	return client, nil
 }
 
+func (c *Client) configure(config Config, logger watermill.LoggerAdapter) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	switch {
+	case c.opened:
+		return errors.New("the pool's client is open already")
+	case c.routes != nil:
+		return errors.New("the pool was used by a Subscribe or Publish before; open its client first")
+	}
+	c.opened, c.config, c.log = true, config, logger
+	return nil
+}
+
+// unregister makes the registry forget the client.
+func (c *Client) unregister() {
+	clients.Lock()
+	defer clients.Unlock()
+	if key := weak.Make(c.pool); clients.of[key] == c.shared {
+		delete(clients.of, key)
+	}
+}
+
 // Close ends all subscriptions of the client as Subscriber.Close does. Afterwards Subscribe answers ErrSubscriberClosed
-// and Publish ErrPublisherClosed, and the pool can be opened again. Call it after the Router has ended and before
+// and Publish ErrPublisherClosed, the listening connection is gone, and the pool can be opened again. Call it after the Router has ended and before
 // pool.Close. Further calls do nothing.
 func (c *Client) Close() error {
 	c.mu.Lock()
 	c.closed = true
 	c.mu.Unlock()
-	clients.Lock()
-	if key := weak.Make(c.pool); clients.of[key] == c.shared {
-		delete(clients.of, key)
-	}
-	clients.Unlock()
+	c.unregister()
 	subs := c.open()
 	for _, s := range subs {
 		s.stop()
 	}
 	for _, s := range subs {
 		<-s.done
+	}
+	c.notifier.flush(c)
+	if c.listener != nil {
+		c.listener.close()
 	}
 	return nil
 }

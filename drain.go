@@ -15,6 +15,12 @@ func (s *subscription) drain() {
 		s.lane.forget(s)
 	}
 	s.awaiting.Wait() // they end with their decision, which all have
+	s.abandon()
+}
+
+// abandon gives back what an open subscription has. It has no deliveries.
+func (s *subscription) abandon() {
+	s.place.retire(s.waker, false)
 	s.client.hub.leave(s.key, s.place, s.waker)
 	s.client.remove(s)
 	s.cancelClaims()

@@ -14,6 +14,10 @@ const unhealthyAfter = 10 * time.Second
 
 // Health is the state of a client at one moment.
 type Health struct {
+	// Listening is true while the listening connection of ListenNotify is there. ListenError says why it is not.
+	Listening   bool
+	ListenError error
+
 	// Subscriptions that are open, by topic and group.
 	Subscriptions []SubscriptionHealth
 
@@ -109,6 +113,9 @@ func (s *subscription) healthNow(now time.Time) (SubscriptionHealth, time.Durati
 func (c *Client) Health() Health {
 	now := time.Now()
 	var h Health
+	if c.listener != nil {
+		h.Listening, h.ListenError = c.listener.state()
+	}
 	for _, s := range c.open() {
 		one, failing := s.healthNow(now)
 		h.Subscriptions = append(h.Subscriptions, one)

@@ -275,8 +275,27 @@ func (l *lane) send(batch []*settlement) {
 		delete(missing, p.delivery.row.ID)
 		l.finish(p, p.outcome.kind.settled(), nil)
 	}
+	l.announce(settled)
 	if len(missing) > 0 {
 		l.lookAgain(missing)
+	}
+}
+
+// announce notifies other processes of rows that are claimable again at once. Delayed ones wake this process when they
+// are due.
+func (l *lane) announce(settled []*settlement) {
+	var topics []string
+	for _, p := range settled {
+		s, topic := p.statement(), p.delivery.sub.topic
+		if s.Outcome != claimshape.Acked && s.Delay <= 0 && !slices.Contains(topics, topic) && l.client.notifies(l.queue, topic) {
+			topics = append(topics, topic)
+		}
+	}
+	if len(topics) > 0 {
+		err := l.statement(func(ctx context.Context, conn *pgx.Conn) error {
+			return l.queue.insert.Notify(ctx, conn, topics)
+		})
+		l.client.notifyFailed(l.queue, topics, err)
 	}
 }
 

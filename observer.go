@@ -19,6 +19,9 @@ type Observer struct {
 
 	// Published follows each publish, also one that failed.
 	Published func(PublishEvent)
+
+	// Listening says that the listening connection is there, or that it was lost and why.
+	Listening func(ListenEvent)
 }
 
 // ClaimEvent is one claim.
@@ -36,7 +39,7 @@ type WaitEvent struct {
 	Until        time.Duration
 }
 
-// WakeEvent is the end of a wait. Reason is publish, due, settled or interval.
+// WakeEvent is the end of a wait. Reason is publish, notify, reconnect, due, settled or interval.
 type WakeEvent struct{ Topic, Group, Reason string }
 
 // SettleEvent is the end of a delivery. Outcome is acked, retried, discarded, released or lost. Err is what the database
@@ -53,6 +56,12 @@ type PublishEvent struct {
 	Topic string
 	N     int
 	Err   error
+}
+
+// ListenEvent is a change of the listening connection.
+type ListenEvent struct {
+	Up  bool
+	Err error
 }
 
 func (o *Observer) claimed(e ClaimEvent) {
@@ -82,5 +91,11 @@ func (o *Observer) settled(e SettleEvent) {
 func (o *Observer) published(e PublishEvent) {
 	if o != nil && o.Published != nil {
 		o.Published(e)
+	}
+}
+
+func (o *Observer) listening(e ListenEvent) {
+	if o != nil && o.Listening != nil {
+		o.Listening(e)
 	}
 }

@@ -28,6 +28,11 @@ const (
 
 // PublisherConfig says how a Publisher works. The zero PublisherConfig is a good one.
 type PublisherConfig struct {
+	// NotifyInTx makes publishes in a caller's transaction (Tx, SQLTx, WithTx) notify inside it, where Config.Notify is on:
+	// other processes are woken at its commit, without Committed. It costs the transaction a lock at commit that is global
+	// to the server, and PREPARE TRANSACTION is refused after it. Defaults to false.
+	NotifyInTx bool
+
 	// MaxPayload is the largest payload in bytes that Publish takes. Defaults to no limit of ours; PostgreSQL's is 1 GiB.
 	MaxPayload int
 }
@@ -117,7 +122,7 @@ func (p *Publisher) publish(topic string, msgs []*message.Message) error {
 	if err := queue.ready(ctx, p.client); err != nil {
 		return err
 	}
-	if err := p.insert(ctx, queue, records); err != nil {
+	if err := p.insert(ctx, queue, topic, records); err != nil {
 		return err
 	}
 	p.client.hub.signal(wakeKey{table: queue.name, topic: topic}, len(msgs), wokenByPublish)
@@ -180,7 +185,7 @@ func (p *Publisher) record(m marshaler.Marshaler, topic string, msg *message.Mes
 
 // insert stores the records. Until a connection is there, the caller's context counts; from then on only the write
 // timeout, because an insert that is cut off is neither stored nor not stored.
-func (p *Publisher) insert(ctx context.Context, q *queue, r *claimshape.Records) error {
+func (p *Publisher) insert(ctx context.Context, q *queue, topic string, r *claimshape.Records) error {
 	conn, err := p.client.pool.Acquire(ctx)
 	if err == nil {
 		defer conn.Release()
@@ -193,11 +198,32 @@ func (p *Publisher) insert(ctx context.Context, q *queue, r *claimshape.Records)
 	}
 	write, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.writeTimeout)
 	defer cancel()
-	err = q.insert.Run(write, conn.Conn(), r)
-	for tries := 1; tries < transientTries && claimshape.Transient(err); tries++ {
-		err = q.insert.Run(write, conn.Conn(), r)
+	for tries := transientTries; ; {
+		err := p.insertOnce(write, conn.Conn(), q, topic, r)
+		if tries--; tries <= 0 || !claimshape.Transient(err) {
+			return unknown(err)
+		}
 	}
-	return unknown(err)
+}
+
+// insertOnce stores the records, and notifies in the same round trip, on the connection that wrote them, or leaves that
+// to the notifier.
+func (p *Publisher) insertOnce(ctx context.Context, conn *pgx.Conn, q *queue, topic string, r *claimshape.Records) error {
+	if !p.client.notifies(q, topic) {
+		return q.insert.Run(ctx, conn, r)
+	}
+	if p.client.config.NotifyInterval > 0 {
+		err := q.insert.Run(ctx, conn, r)
+		if err == nil {
+			p.client.notifier.add(p.client, q, topic)
+		}
+		return err
+	}
+	err, notifyErr := q.insert.RunAndNotify(ctx, conn, r, []string{topic})
+	if err == nil {
+		p.client.notifyFailed(q, []string{topic}, notifyErr)
+	}
+	return err
 }
 
 // unknown marks an error after which the messages may be stored.
@@ -255,6 +281,7 @@ func (p *Publisher) Close() error {
 	defer timer.Stop()
 	select {
 	case <-p.idle:
+		p.client.notifier.flush(p.client)
 		return nil
 	case <-timer.C:
 		return errors.New("close publisher: calls are still waiting for a connection")

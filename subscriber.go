@@ -141,12 +141,21 @@ func (s *Subscriber) subscribe(ctx context.Context, topic string) (*subscription
 	if err != nil {
 		return nil, err
 	}
+	if err := s.client.checkListen(queue); err != nil {
+		return nil, err
+	}
 	if err := queue.ready(ctx, s.client); err != nil {
 		return nil, err
 	}
 	sub := s.newSubscription(ctx, topic, queue)
 	if !s.add(sub) {
 		return nil, ErrSubscriberClosed
+	}
+	// The place in the hub is taken: a notification that comes as soon as the server listens finds it.
+	if err := s.client.listen(ctx, sub); err != nil {
+		s.remove(sub)
+		sub.abandon()
+		return nil, err
 	}
 	unwatch := context.AfterFunc(ctx, sub.stop)
 	go func() {

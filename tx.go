@@ -19,8 +19,15 @@ type TxPublisher struct {
 	publisher *Publisher
 	exec      execer
 
+	ours bool // the transaction is InTx's: it notifies after the commit
+
 	mu    sync.Mutex
-	wakes map[wakeKey]int // rows that nobody was woken for
+	wakes map[txTopic]int // rows that nobody was woken for
+}
+
+type txTopic struct {
+	queue *queue
+	topic string
 }
 
 var _ message.Publisher = (*TxPublisher)(nil)
@@ -70,24 +77,38 @@ func (t *TxPublisher) publish(topic string, msgs []*message.Message) error {
 		}
 		return err
 	}
+	if t.notifiesInside() && t.publisher.client.notifies(queue, topic) {
+		sql, args := queue.insert.NotifySQL([]string{topic})
+		if err := t.exec(ctx, sql, args...); err != nil {
+			return err
+		}
+	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.wakes == nil {
-		t.wakes = map[wakeKey]int{}
+		t.wakes = map[txTopic]int{}
 	}
-	t.wakes[wakeKey{table: queue.name, topic: topic}] += len(msgs)
+	t.wakes[txTopic{queue, topic}] += len(msgs)
 	return nil
 }
 
-// Committed wakes the subscriptions of what was published. Call it after the commit, or leave it out: the rows are then
-// found at the poll interval.
+func (t *TxPublisher) notifiesInside() bool {
+	return t.publisher.config.NotifyInTx && !t.ours
+}
+
+// Committed wakes the subscriptions of what was published, in this process and, with Notify, in others. Call it after the
+// commit, or leave it out: the rows are then found at the poll interval.
 func (t *TxPublisher) Committed() {
 	t.mu.Lock()
 	wakes := t.wakes
 	t.wakes = nil
 	t.mu.Unlock()
-	for key, n := range wakes {
-		t.publisher.client.hub.signal(key, n, wokenByPublish)
+	c := t.publisher.client
+	for to, n := range wakes {
+		c.hub.signal(wakeKey{table: to.queue.name, topic: to.topic}, n, wokenByPublish)
+		if !t.notifiesInside() {
+			c.announce(context.Background(), to.queue, to.topic)
+		}
 	}
 }
 
@@ -118,6 +139,7 @@ func (p *Publisher) InTx(ctx context.Context, o pgx.TxOptions, f func(ctx contex
 	// After a commit this does nothing; after a panic or Goexit of f it is all there is.
 	defer func() { _ = p.rollback(ctx, tx) }()
 	pub := p.Tx(tx)
+	pub.ours = true
 	if err := f(context.WithValue(ctx, txKey{}, &join{tx: pub, of: tx, client: p.client.shared}), tx, pub); err != nil {
 		return errors.Join(err, p.rollback(ctx, tx))
 	}

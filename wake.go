@@ -12,14 +12,16 @@ import (
 type wakeReason uint32
 
 const (
-	wokenByPublish  wakeReason = iota
-	wokenByDue                 // a delay that this process knew of is over
-	wokenBySettled             // a settlement made rows claimable
-	wokenByInterval            // the poll interval
+	wokenByPublish   wakeReason = iota
+	wokenByDue                  // a delay that this process knew of is over
+	wokenBySettled              // a settlement made rows claimable
+	wokenByNotify               // a notification
+	wokenByReconnect            // notifications may have been missed
+	wokenByInterval             // the poll interval
 )
 
 func (r wakeReason) String() string {
-	return [...]string{"publish", "due", "settled", "interval"}[r]
+	return [...]string{"publish", "due", "settled", "notify", "reconnect", "interval"}[r]
 }
 
 // The states of a waker. From wakerPermit on the state is a permit, with its reason.
@@ -147,6 +149,23 @@ func (g *wakeGroup) signal(n int, r wakeReason, except *waker) {
 	}
 	for _, w := range wakers {
 		if w != except {
+			w.permit(r)
+		}
+	}
+}
+
+// signalAll wakes every subscription of a table.
+func (h *wakeHub) signalAll(table string, r wakeReason) {
+	var groups []*wakeGroup
+	h.mu.RLock()
+	for key, topic := range h.topics {
+		if key.table == table {
+			groups = append(groups, *topic.groups.Load()...)
+		}
+	}
+	h.mu.RUnlock()
+	for _, g := range groups {
+		for _, w := range *g.wakers.Load() {
 			w.permit(r)
 		}
 	}

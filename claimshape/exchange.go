@@ -2,6 +2,7 @@ package claimshape
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 
@@ -42,45 +43,60 @@ type call struct {
 	read   func(r rows, binary bool) error // nil where the statement answers no rows
 }
 
+// segment is a call in a transaction of its own: the unit that takes effect or does not. Several segments travel in one
+// round trip, and one that fails does not keep the next from running.
+type segment struct {
+	call
+	begin bool // between BEGIN ISOLATION LEVEL READ COMMITTED and COMMIT, else in the statement's own transaction
+	tag   pgconn.CommandTag
+	err   error
+
+	prepared *pgconn.StatementDescription
+	wire     *wire
+	traced   context.Context
+}
+
 // transaction runs a statement in a READ COMMITTED transaction of its own: BEGIN, statement and COMMIT in one round trip.
 // An autocommit statement cannot ask for the level, and under a role's repeatable read claims fail with 40001.
 func (l Link) transaction(ctx context.Context, conn *pgx.Conn, c call) error {
-	return l.run(ctx, conn, c, true)
+	s := segment{call: c, begin: true}
+	l.run(ctx, conn, &s)
+	return s.err
 }
 
-// autocommit runs a statement as it stands, in one round trip.
-func (l Link) autocommit(ctx context.Context, conn *pgx.Conn, c call) error {
-	return l.run(ctx, conn, c, false)
-}
-
-// run sends the call, and once more if the connection's prepared statement turned out to be stale: DDL changed what it
-// answers, or somebody deallocated it. Nothing of the first try took effect then.
-func (l Link) run(ctx context.Context, conn *pgx.Conn, c call, tx bool) error {
-	err := l.once(ctx, conn, c, tx)
-	if l.mode == pgx.QueryExecModeCacheStatement && stalePlan(err) && !conn.IsClosed() {
-		if err := conn.Deallocate(ctx, c.name); err != nil {
-			return fmt.Errorf("%s: %w", c.op, err)
+// run sends segments in one round trip and leaves each one's error in it. One whose prepared statement turned out to be
+// stale on this connection is sent once more: DDL changed what it answers, or somebody deallocated it. Nothing of it took
+// effect then.
+func (l Link) run(ctx context.Context, conn *pgx.Conn, all ...*segment) {
+	l.once(ctx, conn, all)
+	for _, s := range all {
+		if l.mode == pgx.QueryExecModeCacheStatement && stalePlan(s.err) && !conn.IsClosed() {
+			if s.err = conn.Deallocate(ctx, s.name); s.err == nil {
+				l.once(ctx, conn, []*segment{s})
+			}
 		}
-		err = l.once(ctx, conn, c, tx)
+		if s.err != nil {
+			s.err = fmt.Errorf("%s: %w", s.op, s.err)
+		}
 	}
-	if err != nil {
-		return fmt.Errorf("%s: %w", c.op, err)
-	}
-	return nil
 }
 
-func (l Link) once(ctx context.Context, conn *pgx.Conn, c call, tx bool) error {
-	var err error
+func (l Link) once(ctx context.Context, conn *pgx.Conn, all []*segment) {
 	if l.mode == pgx.QueryExecModeSimpleProtocol {
-		err = l.simple(ctx, conn, c, tx)
-	} else {
-		traced := l.traceStart(ctx, conn, c)
-		var tag pgconn.CommandTag
-		tag, err = l.pipeline(traced, conn, c, tx)
-		l.traceEnd(traced, conn, tag, err)
+		for _, s := range all {
+			s.err = l.simple(ctx, conn, s.call, s.begin)
+			restore(ctx, conn)
+		}
+		return
+	}
+	for _, s := range all {
+		s.traced = l.traceStart(ctx, conn, s.call)
+	}
+	l.pipeline(ctx, conn, all)
+	for _, s := range all {
+		l.traceEnd(s.traced, conn, s.tag, s.err)
 	}
 	restore(ctx, conn)
-	return err
 }
 
 // restore leaves the connection outside any transaction: a statement that failed inside BEGIN leaves it in an aborted
@@ -108,51 +124,94 @@ func (l Link) traceEnd(ctx context.Context, conn *pgx.Conn, tag pgconn.CommandTa
 	}
 }
 
-// pipeline sends BEGIN, the statement and COMMIT with one Sync behind them.
-func (l Link) pipeline(ctx context.Context, conn *pgx.Conn, c call, tx bool) (pgconn.CommandTag, error) {
-	var prepared *pgconn.StatementDescription
-	if l.mode == pgx.QueryExecModeCacheStatement {
-		var err error
-		if prepared, err = conn.Prepare(ctx, c.name, c.sql); err != nil {
-			return pgconn.CommandTag{}, err
+// pipeline sends all segments with a Sync behind each, and reads their answers in order.
+func (l Link) pipeline(ctx context.Context, conn *pgx.Conn, all []*segment) {
+	if err := l.prepare(ctx, conn, all); err != nil {
+		for _, s := range all {
+			s.err = notSent{err}
+		}
+		return
+	}
+	p := conn.PgConn().StartPipeline(ctx)
+	for i, s := range all {
+		s.send(p)
+		if i < len(all)-1 {
+			p.SendPipelineSync()
 		}
 	}
-	w := wires.Get().(*wire)
-	defer func() { wires.Put(w.reset()) }()
-	w.encode(c.params)
-
-	p := conn.PgConn().StartPipeline(ctx)
-	if tx {
-		p.SendQueryParams(beginReadCommitted, nil, nil, nil, nil)
+	sent := p.Sync()
+	for _, s := range all {
+		if s.err = sent; sent == nil {
+			s.tag, s.err = s.answers(p)
+		}
+		wires.Put(s.wire.reset())
+		s.wire = nil
 	}
-	if prepared != nil {
-		p.SendQueryStatement(prepared, w.values, binaryFormat, binaryFormat)
-	} else {
-		p.SendQueryParams(c.sql, w.values, w.oids, binaryFormat, binaryFormat)
+	if err := p.Close(); err != nil && all[len(all)-1].err == nil {
+		all[len(all)-1].err = err
 	}
-	if tx {
-		p.SendQueryParams(commit, nil, nil, nil, nil)
-	}
-	err := p.Sync()
-	var tag pgconn.CommandTag
-	if err == nil {
-		tag, err = l.answers(p, c, tx)
-	}
-	if closeErr := p.Close(); err == nil {
-		err = closeErr
-	}
-	return tag, err
 }
 
-// answers reads the results in the order of the statements, up to the first error; the server skips what follows one.
-func (l Link) answers(p *pgconn.Pipeline, c call, tx bool) (pgconn.CommandTag, error) {
-	if tx {
+// prepare has the statements of a pool that caches statements ready on this connection: a round trip the first time.
+func (l Link) prepare(ctx context.Context, conn *pgx.Conn, all []*segment) error {
+	if l.mode != pgx.QueryExecModeCacheStatement {
+		return nil
+	}
+	for _, s := range all {
+		var err error
+		if s.prepared, err = conn.Prepare(ctx, s.name, s.sql); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// notSent is an error from before the statement was sent.
+type notSent struct{ error }
+
+func (e notSent) Unwrap() error     { return e.error }
+func (e notSent) SafeToRetry() bool { return true }
+
+func (s *segment) send(p *pgconn.Pipeline) {
+	s.wire = wires.Get().(*wire)
+	s.wire.encode(s.params)
+	if s.begin {
+		p.SendQueryParams(beginReadCommitted, nil, nil, nil, nil)
+	}
+	if s.prepared != nil {
+		p.SendQueryStatement(s.prepared, s.wire.values, binaryFormat, binaryFormat)
+	} else {
+		p.SendQueryParams(s.sql, s.wire.values, s.wire.oids, binaryFormat, binaryFormat)
+	}
+	if s.begin {
+		p.SendQueryParams(commit, nil, nil, nil, nil)
+	}
+}
+
+// answers reads a segment's results and its Sync. After an error the server skips to the Sync; an error of the Sync itself
+// is one of the commit, a deferred constraint's.
+func (s *segment) answers(p *pgconn.Pipeline) (pgconn.CommandTag, error) {
+	tag, err := s.statements(p)
+	for {
+		result, syncErr := p.GetResults()
+		if err == nil {
+			err = syncErr
+		}
+		var answer *pgconn.PgError
+		if _, done := result.(*pgconn.PipelineSync); done || syncErr != nil && !errors.As(syncErr, &answer) || result == nil && syncErr == nil {
+			return tag, err
+		}
+	}
+}
+
+func (s *segment) statements(p *pgconn.Pipeline) (pgconn.CommandTag, error) {
+	if s.begin {
 		if _, err := answer(p, nil); err != nil {
 			return pgconn.CommandTag{}, err
 		}
 	}
-	tag, err := answer(p, c.read)
-	if err != nil || !tx {
+	tag, err := answer(p, s.read)
+	if err != nil || !s.begin {
 		return tag, err
 	}
 	done, err := answer(p, nil)

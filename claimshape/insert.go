@@ -18,23 +18,59 @@ func (r *Records) Len() int { return len(r.Topics) }
 
 func (r *Records) params() []any { return []any{r.Topics, r.UUIDs, r.Payloads, texts(r.Metadata)} }
 
-// Insert is the statement that stores messages in a table.
+// Insert is the statement that stores messages in a table, with the one that notifies of them.
 type Insert struct {
-	link   Link
-	insert statement
+	link    Link
+	channel string
+
+	insert, notify, notifyInTx statement
 }
 
-// NewInsert renders the statement of a table.
+// NewInsert renders the statements of a table.
 func NewInsert(t Table, l Link) *Insert {
-	return &Insert{link: l, insert: newStatement("insert", "insert.sql", t.withDefaults())}
+	t = t.withDefaults()
+	return &Insert{
+		link: l, channel: t.Channel(),
+		insert:     newStatement("insert", "insert.sql", t),
+		notify:     newStatement("notify", "notify.sql", t),
+		notifyInTx: newStatement("notify", "notify_in_tx.sql", t),
+	}
 }
 
 // Run stores all records in one transaction, or none of them. Refused tells whether an error means none for certain.
 func (i *Insert) Run(ctx context.Context, conn *pgx.Conn, r *Records) error {
-	return i.link.autocommit(ctx, conn, call{statement: i.insert, params: r.params()})
+	s := segment{call: call{statement: i.insert, params: r.params()}}
+	i.link.run(ctx, conn, &s)
+	return s.err
 }
 
-// SQL is the statement with its arguments, for a transaction of somebody else's: pgx's, or database/sql's over pgx.
+// RunAndNotify stores all records as Run does and then, in a transaction of its own and the same round trip, notifies the
+// table's channel of each topic. A notification inside the insert's transaction would take a server-wide lock over its
+// commit and its fsync. Where the insert failed the notification means nothing, and does no harm.
+func (i *Insert) RunAndNotify(ctx context.Context, conn *pgx.Conn, r *Records, topics []string) (err, notifyErr error) {
+	s := segment{call: call{statement: i.insert, params: r.params()}}
+	n := i.notification(topics)
+	i.link.run(ctx, conn, &s, &n)
+	return s.err, n.err
+}
+
+// Notify the table's channel of topics, in a transaction of its own.
+func (i *Insert) Notify(ctx context.Context, conn *pgx.Conn, topics []string) error {
+	n := i.notification(topics)
+	i.link.run(ctx, conn, &n)
+	return n.err
+}
+
+func (i *Insert) notification(topics []string) segment {
+	return segment{call: call{statement: i.notify, params: []any{i.channel, topics}}}
+}
+
+// SQL is the insert with its arguments, for a transaction of somebody else's: pgx's, or database/sql's over pgx.
 func (i *Insert) SQL(r *Records) (sql string, args []any) {
 	return i.insert.sql, pgxParams(r.params())
+}
+
+// NotifySQL is the notification with its arguments, likewise.
+func (i *Insert) NotifySQL(topics []string) (sql string, args []any) {
+	return i.notifyInTx.sql, pgxParams([]any{i.channel, topics})
 }

@@ -21,6 +21,7 @@ var templates = template.Must(template.New("").Option("missingkey=error").
 // names are the quoted identifiers that the templates use.
 type names struct {
 	Table, Subscriptions, Migrations string
+	NotifyFunction, ChannelLiteral   string
 }
 
 func (t Table) names() names {
@@ -28,6 +29,9 @@ func (t Table) names() names {
 		Table:         pgx.Identifier{t.Schema, t.Name}.Sanitize(),
 		Subscriptions: t.sibling(subscriptionsTable),
 		Migrations:    t.sibling(migrationsTable),
+
+		NotifyFunction: t.sibling(notifyFunction),
+		ChannelLiteral: quoteLiteral(t.Channel()),
 	}
 }
 

@@ -57,6 +57,25 @@ func (t Table) String() string {
 	return t.Schema + "." + t.Name
 }
 
+// Channel is the notification channel of the table: its name, with the schema in front if it has one of its own, as in
+// app.jobs. The server's limit for a channel is 63 bytes, see CheckChannel.
+func (t Table) Channel() string {
+	t = t.withDefaults()
+	if t.Schema == defaultSchema {
+		return t.Name
+	}
+	return t.Schema + "." + t.Name
+}
+
+// CheckChannel reports a channel that is too long: LISTEN would cut it silently and pg_notify refuse it.
+func (t Table) CheckChannel() error {
+	if c := t.Channel(); len(c) > maxIdentifier {
+		return fmt.Errorf("table %s: its notification channel %q has %d bytes, the server's limit is %d: %w",
+			t, c, len(c), maxIdentifier, ErrSchema)
+	}
+	return nil
+}
+
 // Check reports what is wrong with the description, all problems joined, each with its field and value.
 func (t Table) Check() error {
 	t = t.withDefaults()

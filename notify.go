@@ -1,0 +1,169 @@
+package pgmill
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/jackc/pgx/v5"
+
+	"github.com/pgmill/pgmill/claimshape"
+)
+
+// NotifyMode says whether a client uses LISTEN and NOTIFY, by which processes wake each other.
+type NotifyMode uint8
+
+const (
+	// NotifyOff: a publish wakes the subscriptions of its process; other processes find its messages by polling.
+	NotifyOff NotifyMode = iota
+
+	// ListenNotify: the client listens on one connection, beside the pool's MaxConns, and each publish notifies.
+	ListenNotify
+
+	// NotifyOnly: publishes notify, nothing listens and no connection is taken: for processes that only publish.
+	NotifyOnly
+)
+
+func (m NotifyMode) String() string {
+	switch m {
+	case NotifyOff:
+		return "NotifyOff"
+	case ListenNotify:
+		return "ListenNotify"
+	case NotifyOnly:
+		return "NotifyOnly"
+	}
+	return "unknown"
+}
+
+// A payload of 8000 bytes or more is refused by the server.
+const maxNotifyPayload = 7999
+
+// notifies says whether a topic of a queue is announced, and logs why not.
+func (c *Client) notifies(q *queue, topic string) bool {
+	if c.config.Notify == NotifyOff {
+		return false
+	}
+	if err := q.table.CheckChannel(); err != nil || len(topic) > maxNotifyPayload {
+		c.log.Error("Topic cannot be notified, its messages wait for the poll interval", err,
+			watermill.LogFields{"table": q.name, "topic_bytes": len(topic)})
+		return false
+	}
+	return true
+}
+
+// notify announces topics of a queue on a connection of the pool. What fails is logged: the messages are stored, and the
+// poll interval reaches them.
+func (c *Client) notify(ctx context.Context, q *queue, topics []string) {
+	err := c.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+		return q.insert.Notify(ctx, conn, topics)
+	})
+	c.notifyFailed(q, topics, err)
+}
+
+func (c *Client) notifyFailed(q *queue, topics []string, err error) {
+	if err == nil {
+		return
+	}
+	c.log.Error("Notification failed, the messages wait for the poll interval", err,
+		watermill.LogFields{"table": q.name, "topic": topics[0]})
+}
+
+// announce notifies of a topic: at once, or together with what else comes within Config.NotifyInterval.
+func (c *Client) announce(ctx context.Context, q *queue, topic string) {
+	if !c.notifies(q, topic) {
+		return
+	}
+	if c.config.NotifyInterval > 0 {
+		c.notifier.add(c, q, topic)
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), writeTimeout)
+	defer cancel()
+	c.notify(ctx, q, []string{topic})
+}
+
+// notifier coalesces notifications: the first of an interval starts a timer, and what came by its end goes out as one
+// statement a table, off the write path.
+type notifier struct {
+	mu      sync.Mutex
+	pending map[*queue][]string
+	timer   *time.Timer
+	sent    chan struct{} // closed when the timer's notifications are out; nil where no timer runs
+}
+
+func (n *notifier) add(c *Client, q *queue, topic string) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if slices.Contains(n.pending[q], topic) {
+		return
+	}
+	if n.pending == nil {
+		n.pending = map[*queue][]string{}
+	}
+	n.pending[q] = append(n.pending[q], topic)
+	if n.sent == nil {
+		n.sent = make(chan struct{})
+		n.timer = time.AfterFunc(c.config.NotifyInterval, func() { n.send(c) })
+	}
+}
+
+func (n *notifier) send(c *Client) {
+	n.mu.Lock()
+	pending := n.pending
+	n.pending = nil
+	n.mu.Unlock()
+	ctx, cancel := context.WithTimeout(context.Background(), writeTimeout)
+	defer cancel()
+	for q, topics := range pending {
+		c.notify(ctx, q, topics)
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	close(n.sent)
+	n.sent = nil
+	if len(n.pending) > 0 { // came meanwhile
+		n.sent = make(chan struct{})
+		n.timer = time.AfterFunc(c.config.NotifyInterval, func() { n.send(c) })
+	}
+}
+
+// flush sends what waits for its interval, or waits for what is being sent.
+func (n *notifier) flush(c *Client) {
+	n.mu.Lock()
+	sent, stopped := n.sent, n.sent != nil && n.timer.Stop()
+	n.mu.Unlock()
+	switch {
+	case stopped:
+		n.send(c)
+	case sent != nil:
+		<-sent
+	}
+}
+
+// Wake wakes the subscriptions of a topic, in this process and, with Notify, in all that listen: for rows that were
+// written by other means and have been committed. An error means that no notification was sent.
+func (c *Client) Wake(ctx context.Context, topic string) error {
+	q, err := c.route(topic)
+	if err != nil {
+		return fmt.Errorf("wake %q: %w", topic, err)
+	}
+	c.hub.signal(wakeKey{table: q.name, topic: topic}, 1, wokenByPublish)
+	if !c.notifies(q, topic) {
+		return nil
+	}
+	err = c.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+		return q.insert.Notify(ctx, conn, []string{topic})
+	})
+	if err != nil {
+		return fmt.Errorf("wake %q: %w", topic, err)
+	}
+	return nil
+}
+
+// NotifyTrigger is a trigger, as text for psql or a migration tool, that notifies of rows which other programs insert into
+// a table. Subscriptions of processes that listen are woken for them at the writer's commit.
+func NotifyTrigger(t claimshape.Table) string { return claimshape.NotifyTrigger(t) }
