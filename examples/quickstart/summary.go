@@ -7,8 +7,12 @@ import (
 	"time"
 )
 
-func printSummary(out io.Writer, t *tally) {
+func printSummary(out io.Writer, t *tally, workers int) {
 	n, latencies := t.counts(), t.sortedLatencies()
+	note := ", woken by NOTIFY"
+	if workers == 0 {
+		note = ", the handlers ran in this one"
+	}
 	fmt.Fprintf(out, "published   %6d orders\n", n.published)
 	fmt.Fprintf(out, "shipped     %6d\n", n.shipped)
 	fmt.Fprintf(out, "retried     %6d failed calls\n", n.retried())
@@ -16,10 +20,11 @@ func printSummary(out io.Writer, t *tally) {
 	for _, reason := range n.parked {
 		fmt.Fprintf(out, "            %s\n", reason)
 	}
+	fmt.Fprintf(out, "workers     %6d processes%s\n", workers, note)
 	if len(latencies) == 0 {
 		return
 	}
-	fmt.Fprintf(out, "throughput  %6.0f messages/s, each order is two\n", n.throughput())
+	fmt.Fprintf(out, "throughput  %6.0f messages/s, each order is three\n", n.throughput())
 	fmt.Fprintf(out, "latency     p50 %v, p99 %v from publish to handler, time in the queue included\n",
 		percentile(latencies, 50), percentile(latencies, 99))
 }

@@ -9,10 +9,11 @@ import (
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/ThreeDotsLabs/watermill/message/router/middleware"
 )
 
-// tally counts what happened to the orders of a run. A message may be delivered twice, so an
-// order is over when it is shipped or parked for the first time.
+// tally counts what happened to the orders of a run. A message may be delivered twice, so an order is
+// over when its end is collected for the first time.
 type tally struct {
 	total    int
 	complete chan struct{} // closed when all orders are over
@@ -20,7 +21,7 @@ type tally struct {
 	mu        sync.Mutex
 	n         counts
 	over      []bool          // by order id, which begins with 1
-	latencies []time.Duration // from publish to handler, of each message
+	latencies []time.Duration // from publish to handler, of each message of the orders that are over
 }
 
 // counts are the numbers of a run so far.
@@ -47,35 +48,41 @@ func (t *tally) published(n int) {
 	t.n.published += n
 }
 
-func (t *tally) shipped(id int) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.firstEndLocked(id) {
-		t.n.shipped++
-		t.completeLocked()
+// collect is the handler of the orders that were shipped.
+func (t *tally) collect(msg *message.Message) error {
+	o, err := decodeOrder(msg)
+	if err != nil {
+		return err
 	}
+	t.end(o.ID, journeyOf(msg), func(n *counts) { n.shipped++ })
+	return nil
 }
 
-func (t *tally) parked(id int, reason string) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.firstEndLocked(id) {
-		t.n.parked = append(t.n.parked, reason)
-		t.completeLocked()
+// park is the handler of what PoisonQueue gave up; the reason is in the metadata.
+func (t *tally) park(msg *message.Message) error {
+	o, err := decodeOrder(msg)
+	if err != nil {
+		return err
 	}
+	reason := fmt.Sprintf("%s (handler %q)",
+		msg.Metadata.Get(middleware.ReasonForPoisonedKey), msg.Metadata.Get(middleware.PoisonedHandlerKey))
+	t.end(o.ID, journeyOf(msg), func(n *counts) { n.parked = append(n.parked, reason) })
+	return nil
 }
 
-// firstEndLocked reports whether order id was not over before.
-func (t *tally) firstEndLocked(id int) bool {
+// end counts order id and its journey, unless it was over before.
+func (t *tally) end(id int, j journey, count func(*counts)) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
 	if t.over[id] {
-		return false
+		return
 	}
 	t.over[id] = true
-	return true
-}
-
-func (t *tally) completeLocked() {
+	count(&t.n)
+	t.n.failed += j.failed
+	t.n.taken += len(j.latencies)
 	t.n.last = time.Now()
+	t.latencies = append(t.latencies, j.latencies...)
 	if t.n.over() == t.total {
 		close(t.complete)
 	}
@@ -132,29 +139,3 @@ func (n counts) over() int { return n.shipped + len(n.parked) }
 
 // retried is how many failed calls were followed by another: all but the last of a parked order.
 func (n counts) retried() int { return max(0, n.failed-len(n.parked)) }
-
-// timeLatency is a middleware that notes how long a message took from its publisher to here.
-func (t *tally) timeLatency(next message.HandlerFunc) message.HandlerFunc {
-	return func(msg *message.Message) ([]*message.Message, error) {
-		if at, err := time.Parse(time.RFC3339Nano, msg.Metadata.Get(publishedAt)); err == nil {
-			t.mu.Lock()
-			t.latencies = append(t.latencies, time.Since(at))
-			t.n.taken++
-			t.mu.Unlock()
-		}
-		return next(msg)
-	}
-}
-
-// countFailures is a middleware that counts the calls of a handler that ended with an error.
-func (t *tally) countFailures(next message.HandlerFunc) message.HandlerFunc {
-	return func(msg *message.Message) ([]*message.Message, error) {
-		produced, err := next(msg)
-		if err != nil {
-			t.mu.Lock()
-			t.n.failed++
-			t.mu.Unlock()
-		}
-		return produced, err
-	}
-}
