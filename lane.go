@@ -271,11 +271,11 @@ func (l *lane) send(batch []*settlement) {
 		return
 	}
 	l.succeeded()
+	l.announce(settled) // before the last of them lets its subscription close, and with it this lane
 	for _, p := range settled {
 		delete(missing, p.delivery.row.ID)
 		l.finish(p, p.outcome.kind.settled(), nil)
 	}
-	l.announce(settled)
 	if len(missing) > 0 {
 		l.lookAgain(missing)
 	}
