@@ -206,12 +206,17 @@ func (c *Client) listen(ctx context.Context, s *subscription) error {
 func (l *listener) loop(conn *pgx.Conn) {
 	defer close(l.done)
 	for l.ctx.Err() == nil {
+		since := time.Now()
 		err := l.use(conn)
 		_ = closeConn(conn)
 		if l.ctx.Err() != nil {
 			return
 		}
 		l.setDown(err)
+		// The first try is at once, unless connections are lost as soon as they are made.
+		if time.Since(since) < reconnectMin && !l.pause(reconnectDelay(0)) {
+			return
+		}
 		if conn = l.reconnect(); conn == nil {
 			return
 		}
