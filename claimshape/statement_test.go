@@ -12,6 +12,9 @@ import (
 
 var update = flag.Bool("update", false, "write the golden texts of the statements")
 
+// The trigger is a script and not one statement.
+const triggerFile = "notify_trigger.sql"
+
 // goldenTexts are the statements of the default table, by file name.
 func goldenTexts() map[string]string {
 	texts := map[string]string{}
@@ -22,6 +25,9 @@ func goldenTexts() map[string]string {
 	texts["look.sql"] = lease.look.sql
 	texts["extend.sql"] = lease.extend.sql
 	texts["insert.sql"] = insert.insert.sql
+	texts["notify.sql"] = insert.notify.sql
+	texts["notify_in_tx.sql"] = insert.notifyInTx.sql
+	texts[triggerFile] = NotifyTrigger(Default())
 	texts["version.sql"] = render("version.sql", Default())
 	texts["applied.sql"] = render("applied.sql", Default())
 	return texts
@@ -63,8 +69,11 @@ func TestGoldenTextsRunAsTheyStand(t *testing.T) {
 	for file := range goldenTexts() {
 		golden, err := os.ReadFile("testdata/" + file)
 		require.NoError(t, err)
-		prepare := "PREPARE " + pgx.Identifier{file}.Sanitize() + " AS\n" + string(golden)
-		_, err = conn.PgConn().Exec(t.Context(), prepare).ReadAll()
+		run := "PREPARE " + pgx.Identifier{file}.Sanitize() + " AS\n" + string(golden)
+		if file == triggerFile {
+			run = string(golden)
+		}
+		_, err = conn.PgConn().Exec(t.Context(), run).ReadAll()
 		require.NoError(t, err, file)
 	}
 }

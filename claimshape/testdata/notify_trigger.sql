@@ -1,0 +1,14 @@
+-- Notify the listeners of a queue table of rows that other programs write: one notification a statement and topic.
+-- It fires in the writer's transaction, whose commit then takes a server-wide lock.
+CREATE OR REPLACE FUNCTION "public"."pgmill_notify"() RETURNS trigger LANGUAGE plpgsql AS $pgmill$
+BEGIN
+  PERFORM pg_notify(TG_ARGV[0], s.topic)
+     FROM (SELECT DISTINCT i.topic FROM inserted AS i WHERE octet_length(i.topic) < 8000) AS s;
+  RETURN NULL;
+END
+$pgmill$;
+
+CREATE OR REPLACE TRIGGER pgmill_notify
+  AFTER INSERT ON "public"."pgmill_messages"
+  REFERENCING NEW TABLE AS inserted
+  FOR EACH STATEMENT EXECUTE FUNCTION "public"."pgmill_notify"(E'pgmill_messages');
