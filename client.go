@@ -167,28 +167,52 @@ func open(ctx context.Context, pool *pgxpool.Pool, c Config, logger watermill.Lo
 	if err != nil {
 		return nil, err
 	}
-	if err := client.configure(c, orNop(logger)); err != nil {
-		return nil, err
+	if c.Notify != ListenNotify {
+		return client, client.configure(c, orNop(logger), nil)
 	}
-	if c.Notify == ListenNotify {
-		if client.listener, err = openListener(ctx, client); err != nil {
-			client.unregister() // so that Open can be called again
-			return nil, err
-		}
-	}
-	return client, nil
+	return client, client.openListening(ctx, c, orNop(logger))
 }
 
-func (c *Client) configure(config Config, logger watermill.LoggerAdapter) error {
+// openListening connects before it configures, so that an Open that fails leaves nothing and can be called again.
+func (c *Client) openListening(ctx context.Context, config Config, logger watermill.LoggerAdapter) error {
+	if err := c.configurable(); err != nil {
+		return err
+	}
+	l := newListener(c, config.ListenConnect, logger)
+	conn, err := l.open(ctx)
+	if err != nil {
+		return err
+	}
+	if err := c.configure(config, logger, l); err != nil {
+		return errors.Join(err, closeConn(conn))
+	}
+	l.start(conn)
+	return nil
+}
+
+func (c *Client) configurable() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	return c.configurableLocked()
+}
+
+func (c *Client) configurableLocked() error {
 	switch {
 	case c.opened:
 		return errors.New("the pool's client is open already")
 	case c.routes != nil:
 		return errors.New("the pool was used by a Subscribe or Publish before; open its client first")
 	}
-	c.opened, c.config, c.log = true, config, logger
+	return nil
+}
+
+func (c *Client) configure(config Config, logger watermill.LoggerAdapter, l *listener) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err := c.configurableLocked(); err != nil {
+		return err
+	}
+	c.opened, c.config, c.log, c.listener = true, config, logger, l
 	return nil
 }
 

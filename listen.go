@@ -58,16 +58,20 @@ type listenRequest struct {
 	answer         chan error
 }
 
-// openListener connects, and checks that notifications arrive.
-func openListener(ctx context.Context, c *Client) (*listener, error) {
+func newListener(c *Client, connect func(context.Context) (*pgx.Conn, error), logger watermill.LoggerAdapter) *listener {
 	l := &listener{
-		client: c, log: c.log, connect: c.config.ListenConnect,
+		client: c, log: logger, connect: connect,
 		done: make(chan struct{}), channels: map[string][]string{},
 	}
 	if l.connect == nil {
 		l.connect = dialer(c.pool)
 	}
 	l.ctx, l.stop = context.WithCancel(context.Background())
+	return l
+}
+
+// open connects, and checks that notifications arrive.
+func (l *listener) open(ctx context.Context) (*pgx.Conn, error) {
 	conn, err := l.connect(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("listen: %w", err)
@@ -75,9 +79,12 @@ func openListener(ctx context.Context, c *Client) (*listener, error) {
 	if err := l.probe(ctx, conn); err != nil {
 		return nil, errors.Join(fmt.Errorf("listen: %w", err), closeConn(conn))
 	}
+	return conn, nil
+}
+
+func (l *listener) start(conn *pgx.Conn) {
 	l.setUp(nil)
 	go l.loop(conn)
-	return l, nil
 }
 
 // dialer makes connections as the pool does, hooks included, so that rotating passwords work. They are not the pool's: a
