@@ -13,6 +13,7 @@ import (
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgconn/ctxwatch"
 	"github.com/jackc/pgx/v5/pgxpool"
 )
 
@@ -93,6 +94,12 @@ func (l *listener) start(conn *pgx.Conn) {
 func dialer(pool *pgxpool.Pool) func(context.Context) (*pgx.Conn, error) {
 	return func(ctx context.Context) (*pgx.Conn, error) {
 		c := pool.Config()
+		// The listener waits by itself and interrupts its waits. A handler of the user's would take the notifications, and
+		// a watcher that asks the server to cancel would let each interrupt take as long as its patience.
+		c.ConnConfig.OnNotification = nil
+		c.ConnConfig.BuildContextWatcherHandler = func(conn *pgconn.PgConn) ctxwatch.Handler {
+			return &pgconn.DeadlineContextWatcherHandler{Conn: conn.Conn()}
+		}
 		if c.BeforeConnect != nil {
 			if err := c.BeforeConnect(ctx, c.ConnConfig); err != nil {
 				return nil, err
@@ -127,7 +134,10 @@ func (l *listener) probe(ctx context.Context, conn *pgx.Conn) error {
 	wait, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()
 	for {
-		n, err := conn.WaitForNotification(wait)
+		n, err := receive(wait, conn)
+		if errors.Is(err, errOnNotification) {
+			return err
+		}
 		if err != nil {
 			return cmpErr(ctx.Err(), fmt.Errorf("no notification arrived within %v; the connection seems to go through a "+
 				"transaction pooler, or to another database: set Config.ListenConnect to connect to the server itself: %w",
@@ -243,7 +253,7 @@ func (l *listener) use(conn *pgx.Conn) error {
 			return nil
 		case err == nil:
 			l.notified(n.Channel, n.Payload)
-		case conn.IsClosed():
+		case conn.IsClosed(), errors.Is(err, errOnNotification):
 			return err
 		}
 		if time.Since(heard) >= heartbeatInterval {
@@ -265,7 +275,17 @@ func (l *listener) await(conn *pgx.Conn, d time.Duration) (*pgconn.Notification,
 		cancel()
 	}
 	l.mu.Unlock()
-	return conn.WaitForNotification(ctx)
+	return receive(ctx, conn)
+}
+
+var errOnNotification = errors.New("the connection of Config.ListenConnect has an OnNotification of its own, which takes the notifications")
+
+func receive(ctx context.Context, conn *pgx.Conn) (*pgconn.Notification, error) {
+	n, err := conn.WaitForNotification(ctx)
+	if n == nil && err == nil {
+		return nil, errOnNotification
+	}
+	return n, err
 }
 
 // heartbeat asks the session for its channels: it must answer, and be the session that listens.
@@ -296,21 +316,22 @@ func (l *listener) answerRequests(conn *pgx.Conn) error {
 		r := l.requests[0]
 		known := len(l.channels[r.channel]) > 0
 		l.mu.Unlock()
+		var err error
 		if !known {
 			ctx, cancel := context.WithTimeout(l.ctx, listenTimeout)
-			err := listenTo(ctx, conn, r.channel)
+			err = listenTo(ctx, conn, r.channel)
 			cancel()
-			if err != nil {
+			if err != nil && (conn.IsClosed() || l.ctx.Err() != nil) {
 				return err // the request stays for the next connection
 			}
 		}
 		l.mu.Lock()
 		l.requests = l.requests[1:]
-		if !slices.Contains(l.channels[r.channel], r.table) {
+		if err == nil && !slices.Contains(l.channels[r.channel], r.table) {
 			l.channels[r.channel] = append(l.channels[r.channel], r.table)
 		}
 		l.mu.Unlock()
-		r.answer <- nil
+		r.answer <- err // nil, or that the server refused, as a standby does
 	}
 }
 
