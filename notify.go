@@ -131,16 +131,19 @@ func (n *notifier) send(c *Client) {
 	}
 }
 
-// flush sends what waits for its interval, or waits for what is being sent.
+// flush sends what waits for its interval. What is being sent already may leave behind what came meanwhile, so there is a
+// second round.
 func (n *notifier) flush(c *Client) {
-	n.mu.Lock()
-	sent, stopped := n.sent, n.sent != nil && n.timer.Stop()
-	n.mu.Unlock()
-	switch {
-	case stopped:
-		n.send(c)
-	case sent != nil:
-		<-sent
+	for range 2 {
+		n.mu.Lock()
+		sent, stopped := n.sent, n.sent != nil && n.timer.Stop()
+		n.mu.Unlock()
+		if stopped {
+			n.send(c)
+		}
+		if sent != nil {
+			<-sent
+		}
 	}
 }
 
