@@ -100,5 +100,5 @@ func TestNotifyTriggerIsTheTablesOwn(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "W9")
 	require.Contains(t, NotifyTrigger(claimshape.Table{Schema: "App", Name: "it's"}), `"App"."it's"`)
-	require.Contains(t, NotifyTrigger(claimshape.Table{Schema: "App", Name: "it's"}), `E'App.it\\'s'`)
+	require.Contains(t, NotifyTrigger(claimshape.Table{Schema: "App", Name: "it's"}), `E'App.it\'s'`)
 }

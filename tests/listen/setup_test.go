@@ -103,11 +103,13 @@ func (n *node) open(c pgmill.Config) error {
 		c.PollInterval = longPoll
 	}
 	c.Observer = &pgmill.Observer{
-		Claimed:   func(e pgmill.ClaimEvent) { n.add(event{kind: "claimed", topic: e.Topic, got: e.Got, err: e.Err}) },
-		Waiting:   func(e pgmill.WaitEvent) { n.add(event{kind: "waiting", topic: e.Topic}) },
-		Woken:     func(e pgmill.WakeEvent) { n.add(event{kind: "woken", topic: e.Topic, text: e.Reason}) },
-		Settled:   func(e pgmill.SettleEvent) { n.add(event{kind: "settled", topic: e.Delivery.Topic, text: e.Outcome}) },
-		Listening: func(e pgmill.ListenEvent) { n.add(event{kind: map[bool]string{true: "up", false: "down"}[e.Up], err: e.Err}) },
+		Claimed: func(e pgmill.ClaimEvent) { n.add(event{kind: "claimed", topic: e.Topic, got: e.Got, err: e.Err}) },
+		Waiting: func(e pgmill.WaitEvent) { n.add(event{kind: "waiting", topic: e.Topic}) },
+		Woken:   func(e pgmill.WakeEvent) { n.add(event{kind: "woken", topic: e.Topic, text: e.Reason}) },
+		Settled: func(e pgmill.SettleEvent) { n.add(event{kind: "settled", topic: e.Delivery.Topic, text: e.Outcome}) },
+		Listening: func(e pgmill.ListenEvent) {
+			n.add(event{kind: map[bool]string{true: "up", false: "down"}[e.Up], err: e.Err})
+		},
 	}
 	client, err := pgmill.Open(n.t.Context(), n.pool, c, &n.logs)
 	if err != nil {
