@@ -215,9 +215,9 @@ func TestOpenFailsWhereNotificationsDoNotArrive(t *testing.T) {
 			// Without listening it works, and with a connection to the server itself it listens.
 			config.ListenConnect = func(ctx context.Context) (*pgx.Conn, error) { return pgx.Connect(ctx, db.DSN) }
 			require.NoError(t, n.open(config))
-			n.work("orders")
-			start(t, db, notifying()).publish("orders", 1)
-			n.requireWoken("orders", "notify")
+			n.work(name)
+			start(t, db, notifying()).publish(name, 1)
+			n.requireWoken(name, "notify")
 		})
 	}
 }
@@ -448,4 +448,45 @@ func TestPoolCloseReturnsWhileTheClientIsOpen(t *testing.T) {
 	require.EqualValues(t, 1, n.listeners(), "until Client.Close")
 	soon(t, 5*time.Second, "Client.Close", func() { require.NoError(t, n.client.Close()) })
 	n.untilNoSessions()
+}
+
+// A connection that is being replaced when the client closes is not left behind.
+func TestCloseWhileTheConnectionIsReplacedLeavesNoSession(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "O9", "O13")
+	db := pgtest.New(t)
+	t.Run("stuck", func(t *testing.T) {
+		t.Parallel()
+		proxy := pgtest.NewProxy(t, db.DSN)
+		n := newNode(t, db)
+		c := listening()
+		c.ListenConnect = listenThrough(proxy, n.name)
+		require.NoError(t, n.open(c))
+		n.work("stuck")
+		proxy.BlackHole()
+		proxy.ResetAll()
+		n.count(1, "down", "")
+		soon(t, 5*time.Second, "Close", func() { require.NoError(t, n.client.Close()) })
+		proxy.Heal()
+		n.pool.Close()
+		n.untilNoSessions()
+	})
+	t.Run("at any phase", func(t *testing.T) {
+		t.Parallel()
+		rounds := 30
+		if testing.Short() {
+			rounds = 8
+		}
+		n := newNode(t, db)
+		for range rounds {
+			require.NoError(t, n.open(listening()))
+			acknowledge(n.subscribe("phase", pgmill.SubscriberConfig{}))
+			n.terminate()
+			pause(20 * time.Millisecond)
+			soon(t, 8*time.Second, "Close", func() { require.NoError(t, n.client.Close()) })
+			require.Eventually(t, func() bool { return n.listeners() == 0 }, deadline, 5*time.Millisecond)
+		}
+		n.pool.Close()
+		n.untilNoSessions()
+	})
 }
