@@ -240,7 +240,7 @@ func (c *Client) Close() error {
 	for _, s := range subs {
 		<-s.done
 	}
-	c.notifier.flush(c)
+	c.notifier.close(c)
 	if c.listener != nil {
 		c.listener.close()
 	}

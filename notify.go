@@ -77,8 +77,7 @@ func (c *Client) announce(ctx context.Context, q *queue, topic string) {
 	if !c.notifies(q, topic) {
 		return
 	}
-	if c.config.NotifyInterval > 0 {
-		c.notifier.add(c, q, topic)
+	if c.config.NotifyInterval > 0 && c.notifier.add(c, q, topic) {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), writeTimeout)
@@ -93,13 +92,19 @@ type notifier struct {
 	pending map[*queue][]string
 	timer   *time.Timer
 	sent    chan struct{} // closed when the timer's notifications are out; nil where no timer runs
+	closed  bool
 }
 
-func (n *notifier) add(c *Client, q *queue, topic string) {
+// add keeps a topic until the end of the interval. It answers false where the client was closed meanwhile: nobody sends
+// it then.
+func (n *notifier) add(c *Client, q *queue, topic string) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	if n.closed {
+		return false
+	}
 	if slices.Contains(n.pending[q], topic) {
-		return
+		return true
 	}
 	if n.pending == nil {
 		n.pending = map[*queue][]string{}
@@ -109,6 +114,7 @@ func (n *notifier) add(c *Client, q *queue, topic string) {
 		n.sent = make(chan struct{})
 		n.timer = time.AfterFunc(c.config.NotifyInterval, func() { n.send(c) })
 	}
+	return true
 }
 
 func (n *notifier) send(c *Client) {
@@ -145,6 +151,14 @@ func (n *notifier) flush(c *Client) {
 			<-sent
 		}
 	}
+}
+
+// close sends what waits, and takes no more.
+func (n *notifier) close(c *Client) {
+	n.mu.Lock()
+	n.closed = true
+	n.mu.Unlock()
+	n.flush(c)
 }
 
 // Wake wakes the subscriptions of a topic, in this process and, with Notify, in all that listen: for rows that were

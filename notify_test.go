@@ -102,3 +102,25 @@ func TestNotifyTriggerIsTheTablesOwn(t *testing.T) {
 	require.Contains(t, NotifyTrigger(claimshape.Table{Schema: "App", Name: "it's"}), `"App"."it's"`)
 	require.Contains(t, NotifyTrigger(claimshape.Table{Schema: "App", Name: "it's"}), `E'App.it\'s'`)
 }
+
+// A publish under way when the client closes is notified by itself: no timer may outlive Close.
+func TestPublishThatOutlivesTheClientNotifiesAtOnce(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "W40")
+	r := newRig(t, behindProxy, maxConns(1))
+	client := r.open(t, Config{Notify: NotifyOnly, NotifyInterval: time.Hour})
+	pub := r.warm(t)
+	r.proxy.ResetTrace()
+	held, release := r.proxy.Hold("INSERT INTO")
+	defer release()
+	published := make(chan error, 1)
+	go func() { published <- pub.Publish("orders", text("a")) }()
+	awaitClosed(t, held)
+	require.NoError(t, client.Close())
+	require.Zero(t, notifications(r.proxy.Trace()))
+	release()
+	require.NoError(t, await(t, published))
+	require.Equal(t, 1, notifications(r.proxy.Trace()))
+	require.Nil(t, client.notifier.sent, "no timer is left")
+	require.Empty(t, r.logs.errors())
+}

@@ -214,8 +214,8 @@ func (p *Publisher) insertOnce(ctx context.Context, conn *pgx.Conn, q *queue, to
 	}
 	if p.client.config.NotifyInterval > 0 {
 		err := q.insert.Run(ctx, conn, r)
-		if err == nil {
-			p.client.notifier.add(p.client, q, topic)
+		if err == nil && !p.client.notifier.add(p.client, q, topic) {
+			p.client.notifyFailed(q, []string{topic}, q.insert.Notify(ctx, conn, []string{topic}))
 		}
 		return err
 	}
