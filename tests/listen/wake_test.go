@@ -264,6 +264,12 @@ func checkChannelLength(t *testing.T, db *pgtest.DB, proxy *pgtest.Proxy, table 
 	require.Equal(t, 1, reader.logs.matching("cannot be notified"), "one warning")
 	require.Equal(t, 1, reader.logs.matching(table.String()), "that names the table")
 	require.EqualValues(t, 1, db.QueryInt(t, "SELECT count(*) FROM "+pgx.Identifier{table.WithDefaults().Schema, table.Name}.Sanitize()))
+	pub, err := reader.client.NewPublisher(pgmill.PublisherConfig{NotifyInTx: true})
+	require.NoError(t, err)
+	tx, err := reader.pool.Begin(t.Context())
+	require.NoError(t, err)
+	require.NoError(t, pub.Tx(tx).Publish("orders", messages(1)...))
+	require.NoError(t, tx.Commit(t.Context()), "a caller's transaction is not aborted")
 	for _, sql := range proxy.Trace().Statements() {
 		require.NotContains(t, sql, "pg_notify(")
 	}
