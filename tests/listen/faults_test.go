@@ -537,3 +537,33 @@ func TestNoPublishWaitsForTheIntervalWhileTheListenerIsLost(t *testing.T) {
 		})
 	})
 }
+
+// While the server is away every process loses its listening connection; each comes back by itself.
+func TestListenersComeBackAfterTheServerRestarts(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "W36", "W7")
+	db := pgtest.StartServer(t).New(t)
+	readers := []*node{start(t, db, listening()), start(t, db, listening())}
+	for _, n := range readers {
+		n.work("orders")
+	}
+	db.Server.Stop(t, pgtest.Fast)
+	for _, n := range readers {
+		n.count(1, "down", "")
+		require.False(t, n.client.Health().Listening)
+	}
+	db.Server.Start(t)
+	insert(t, db, "orders") // nobody is told
+	for _, n := range readers {
+		n.within(40*time.Second, "back", func(all []event) bool { return len(of(all, "up", "")) == 1 })
+		n.until("woken", func(all []event) bool { return len(of(all, "woken", "orders")) == 1 })
+		require.Equal(t, "reconnect", n.of("woken", "orders")[0].text)
+	}
+	require.Eventually(t, func() bool { return db.QueryInt(t, "SELECT count(*) FROM pgmill_messages") == 0 }, deadline, 10*time.Millisecond)
+	for _, n := range readers {
+		n.asleep("orders")
+	}
+	writer := start(t, db, notifying())
+	writer.publish("orders", 1)
+	require.Eventually(t, func() bool { return db.QueryInt(t, "SELECT count(*) FROM pgmill_messages") == 0 }, deadline, 10*time.Millisecond)
+}
