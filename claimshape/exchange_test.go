@@ -396,6 +396,7 @@ func requireBreaksAreToldApart(t *testing.T, db *pgtest.DB, mode pgx.QueryExecMo
 	// Ended by an administrator while it waits.
 	b := &bundle{DB: db, t: t, ctx: t.Context()}
 	locker := db.Conn(t)
+	require.NoError(t, use(claim)) // prepared: a session that ends while it prepares has not sent the statement
 	b.execOn(locker, "BEGIN; LOCK TABLE pgmill_messages")
 	got := make(chan error, 1)
 	go func() { got <- use(claim) }()
