@@ -42,13 +42,20 @@ func (m NotifyMode) String() string {
 // A payload of 8000 bytes or more is refused by the server.
 const maxNotifyPayload = 7999
 
-// notifies says whether a topic of a queue is announced, and logs why not.
+// notifies says whether a topic of a queue is announced. Where it cannot be, the log says why: of a table once, because
+// every publish would repeat it.
 func (c *Client) notifies(q *queue, topic string) bool {
 	if c.config.Notify == NotifyOff {
 		return false
 	}
-	if err := q.table.CheckChannel(); err != nil || len(topic) > maxNotifyPayload {
-		c.log.Error("Topic cannot be notified, its messages wait for the poll interval", err,
+	if err := q.table.CheckChannel(); err != nil {
+		q.unnotified.Do(func() {
+			c.log.Error("Table cannot be notified, its messages wait for the poll interval", err, watermill.LogFields{"table": q.name})
+		})
+		return false
+	}
+	if len(topic) > maxNotifyPayload {
+		c.log.Error("Topic cannot be notified, its messages wait for the poll interval", nil,
 			watermill.LogFields{"table": q.name, "topic_bytes": len(topic)})
 		return false
 	}

@@ -3,6 +3,7 @@ package pgmill
 import (
 	"context"
 	"fmt"
+	"sync"
 	"sync/atomic"
 
 	"github.com/jackc/pgx/v5"
@@ -18,6 +19,8 @@ type queue struct {
 	marshaler marshaler.Marshaler
 	insert    *claimshape.Insert
 	lease     *claimshape.Lease
+
+	unnotified sync.Once // its channel is too long, and the log has said so
 
 	checked  atomic.Bool
 	checking chan struct{} // one token; a mutex that a context can leave
