@@ -23,7 +23,7 @@ type Insert struct {
 	link    Link
 	channel string
 
-	insert, notify, notifyInTx statement
+	insert, notify, notifyOne, notifyInTx statement
 }
 
 // NewInsert renders the statements of a table.
@@ -33,6 +33,7 @@ func NewInsert(t Table, l Link) *Insert {
 		link: l, channel: t.Channel(),
 		insert:     newStatement("insert", "insert.sql", t),
 		notify:     newStatement("notify", "notify.sql", t),
+		notifyOne:  newStatement("notify", "notify_one.sql", t),
 		notifyInTx: newStatement("notify", "notify_in_tx.sql", t),
 	}
 }
@@ -62,6 +63,9 @@ func (i *Insert) Notify(ctx context.Context, conn *pgx.Conn, topics []string) er
 }
 
 func (i *Insert) notification(topics []string) segment {
+	if len(topics) == 1 {
+		return segment{call: call{statement: i.notifyOne, params: []any{i.channel, topics[0]}}}
+	}
 	return segment{call: call{statement: i.notify, params: []any{i.channel, topics}}}
 }
 

@@ -26,6 +26,7 @@ func goldenTexts() map[string]string {
 	texts["extend.sql"] = lease.extend.sql
 	texts["insert.sql"] = insert.insert.sql
 	texts["notify.sql"] = insert.notify.sql
+	texts["notify_one.sql"] = insert.notifyOne.sql
 	texts["notify_in_tx.sql"] = insert.notifyInTx.sql
 	texts[triggerFile] = NotifyTrigger(Default())
 	texts["version.sql"] = render("version.sql", Default())
