@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/pgmill/pgmill/internal/promise"
 )
 
 // Every promise of docs/guarantees.md names the tests that keep it.
@@ -24,6 +26,17 @@ func TestEveryTestThatTheGuaranteesNameExists(t *testing.T) {
 		}
 		require.True(t, tests[name], "%s is no test", name)
 	}
+}
+
+// Whoever turns Notify on should know what the server does for it.
+func TestReadmeLinksToTheServersMechanism(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "W42", "W45")
+	text, err := os.ReadFile("README.md")
+	require.NoError(t, err)
+	require.Contains(t, string(text), "https://www.postgresql.org/docs/current/sql-notify.html")
+	require.Contains(t, string(text), "https://www.postgresql.org/message-id/")
+	require.Contains(t, string(text), "282b1cde9d")
 }
 
 // definedTests are the names of all test functions of the repository.

@@ -277,7 +277,7 @@ func checkChannelLength(t *testing.T, db *pgtest.DB, proxy *pgtest.Proxy, table 
 
 func TestTopicsUpToTheLimitAreNotified(t *testing.T) {
 	t.Parallel()
-	promise.Keep(t, "W32", "W43")
+	promise.Keep(t, "W32", "W43", "FN11")
 	db := pgtest.New(t)
 	topic := strings.Repeat("🐘", 256) // 1024 bytes
 	reader := start(t, db, listening())
