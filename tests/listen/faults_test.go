@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
+	"strconv"
 	"sync"
 	"testing"
 	"time"
@@ -409,15 +410,15 @@ func pause(limit time.Duration) {
 	}
 }
 
-// publishes go on at random phases until there were enough and stop says so.
-func (n *node) publishUntil(topic string, enough int, limit time.Duration, stop func() bool) int {
+// publishUntil publishes at random phases until there were enough and stop says so.
+func publishUntil(pub *pgmill.Publisher, topic string, enough int, limit time.Duration, stop func() bool) int {
 	published := 0
 	for published < enough || !stop() {
 		count := 1
 		if rand.N(10) == 0 {
 			count += rand.N(10)
 		}
-		if err := n.pub.Publish(topic, messages(count)...); err != nil {
+		if err := pub.Publish(topic, messages(count)...); err != nil {
 			panic(err)
 		}
 		published += count
@@ -463,8 +464,11 @@ func TestNoPublishOfAnotherProcessWaits(t *testing.T) {
 				n.asleep("orders")
 				readers = append(readers, n)
 			}
-			writer := start(t, db, notifying())
-			published := writer.publishUntil("orders", c.publishes, 4*time.Millisecond, func() bool { return true })
+			child := pgtest.Child(t, "publisher", "LISTEN_DSN="+db.DSN, "LISTEN_PUBLISHES="+strconv.Itoa(c.publishes))
+			require.Zero(t, child.Wait(t))
+			published, err := strconv.Atoi(child.Line(t))
+			require.NoError(t, err)
+			require.GreaterOrEqual(t, published, c.publishes)
 			requireAllWoken(t, db, published, readers...)
 		})
 	}
@@ -485,7 +489,7 @@ func TestNoPublishWaitsForTheIntervalWhileTheListenerIsLost(t *testing.T) {
 		done := make(chan struct{})
 		total := make(chan int, 1)
 		go func() {
-			total <- writer.publishUntil("orders", 100, 20*time.Millisecond, func() bool {
+			total <- publishUntil(writer.pub, "orders", 100, 20*time.Millisecond, func() bool {
 				select {
 				case <-done:
 					return true
