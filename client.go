@@ -226,8 +226,8 @@ func (c *Client) unregister() {
 }
 
 // Close ends all subscriptions of the client as Subscriber.Close does. Afterwards Subscribe answers ErrSubscriberClosed
-// and Publish ErrPublisherClosed, the listening connection is gone, and the pool can be opened again. Call it after the Router has ended and before
-// pool.Close. Further calls do nothing.
+// and Publish ErrPublisherClosed, the listening connection is gone, and the pool can be opened again. Call it after the
+// Router has ended and before pool.Close. What NotifyInterval holds back has five seconds more. Further calls do nothing.
 func (c *Client) Close() error {
 	c.mu.Lock()
 	c.closed = true

@@ -12,9 +12,9 @@
 // # Files
 //
 // They read as a message travels: it is published (publisher.go, tx.go) into a table (route.go, queue.go, migrate.go), a
-// waiting subscription is woken (wake.go; notify.go and listen.go across processes), claims (subscriber.go, subscription.go), delivers (delivery.go) and settles
-// (outcome.go, lane.go, with keeper.go for its lease), until it ends (drain.go). client.go is what all of this shares on
-// one pool, health.go and observer.go are how it is watched. SQL is in package claimshape, messages become columns in
+// waiting subscription is woken (wake.go; notify.go and listen.go across processes), claims (subscriber.go,
+// subscription.go), delivers (delivery.go) and settles (outcome.go, lane.go, with keeper.go for its lease), until it ends
+// (drain.go). client.go is what all of this shares on one pool, health.go and observer.go are how it is watched. SQL is in package claimshape, messages become columns in
 // package marshaler.
 //
 // # Goroutines
@@ -23,17 +23,18 @@
 //	Subscriber.Subscribe      1 per subscription (run)            Close, or Subscribe's ctx   Close; its channel is closed
 //	subscription.handOver     1 per delivery in work (await)      Ack, Nack, a lost lease,    drain
 //	                                                              the end of the drain
-//	Client.add                1 per table with subscriptions      its last subscription       Client.remove
+//	Client.add                1 per route with subscriptions      its last subscription       Client.remove
 //	                          (lane.loop)
-//	Open                      1 with ListenNotify (listener.loop) Client.Close               Client.Close
+//	Open                      1 with ListenNotify                 Client.Close                Client.Close
+//	                          (listener.loop)
 //
-// Beside them there are timers: one per table for leases that are about to end, one per topic and group for delays, and
+// Beside them there are timers: one per route for leases that are about to end, one per topic and group for delays, and
 // with NotifyInterval one per client for notifications; Publisher.Close and Client.Close send what it holds.
 //
 // # Connections
 //
 // A statement takes a connection of the pool for its own length: a claim, a settlement, an extension of leases, an insert.
-// None is held while handlers run. Per subscription there is at most one at a time for claims, per table and process one
+// None is held while handlers run. Per subscription there is at most one at a time for claims, per route and process one
 // for settlements and leases. With ListenNotify the client has one more connection for as long as it is open, beside the
 // pool's MaxConns.
 package pgmill

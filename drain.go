@@ -24,8 +24,12 @@ func (s *subscription) abandon() {
 	s.client.hub.leave(s.key, s.place, s.waker)
 	s.client.remove(s)
 	s.cancelClaims()
+	s.mu.Lock()
+	if s.cutClaim != nil {
+		s.cutClaim.Stop()
+	}
+	s.mu.Unlock()
 	close(s.out)
-	close(s.done)
 }
 
 // awaitUntil waits for a condition on what mu guards, for d at most, and says whether it holds.

@@ -7,8 +7,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/pgmill/pgmill/internal/pgtest"
 	"github.com/pgmill/pgmill/internal/promise"
 )
 
@@ -261,4 +263,25 @@ func TestManyHandlersAroundTheLengthOfALeaseRunOnceUnlessReportedLost(t *testing
 	}
 	require.LessOrEqual(t, total, n+lost)
 	require.Less(t, lost, n/4)
+}
+
+// Where the handlers have the whole pool, a claim waits for a connection. That is no part of its lease.
+func TestClaimThatWaitsForAConnectionHasItsWholeLease(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FT5", "FL3")
+	db := pgtest.New(t)
+	r := openLaneRig(t, db, db.Pool(t, func(c *pgxpool.Config) { c.MaxConns = 1 }), time.Second)
+	out, _ := r.subscribe(t, "orders", SubscriberConfig{})
+	conn, err := r.pool.Acquire(t.Context())
+	require.NoError(t, err)
+	r.exec(t, "INSERT INTO public.pgmill_messages (topic, uuid) VALUES ('orders', 'a')")
+	held := time.NewTimer(1500 * time.Millisecond) // longer than the lease
+	<-held.C
+	conn.Release()
+	msg := laneReceive(t, out)
+	require.EqualValues(t, 1, deliveryOf(t, msg).Attempt)
+	require.NoError(t, msg.Context().Err())
+	require.True(t, msg.Ack())
+	laneUntil(t, "the ack", func() bool { return r.tally()["acked"] == 1 })
+	require.Empty(t, r.log.errors())
 }

@@ -93,8 +93,10 @@ func (l *lane) add(all []*delivery) {
 	for _, d := range all {
 		l.work[d] = struct{}{}
 	}
-	if len(l.work) == len(all) { // the keeper slept
-		l.extends = time.Now().Add(l.third())
+	// A claim that was answered late has its extension due sooner than those before it, and so has one that finds the keeper
+	// asleep.
+	if at := all[0].base.Add(l.third()); len(l.work) == len(all) || at.Before(l.extends) {
+		l.extends = at
 		l.kickLocked()
 	}
 	// A claim that was answered late has less of its lease left than those before it.
@@ -255,6 +257,9 @@ func (l *lane) take() []*settlement {
 
 // send settles a batch and deals with each row's answer.
 func (l *lane) send(batch []*settlement) {
+	if l.keeperDue() { // a batch that is refused is sent in many parts
+		l.extend()
+	}
 	missing := make(map[int64]*settlement, len(batch))
 	for _, p := range batch {
 		missing[p.delivery.row.ID] = p
@@ -287,16 +292,16 @@ func (l *lane) announce(settled []*settlement) {
 	var topics []string
 	for _, p := range settled {
 		s, topic := p.statement(), p.delivery.sub.topic
-		if s.Outcome != claimshape.Acked && s.Delay <= 0 && !slices.Contains(topics, topic) && l.client.notifies(l.queue, topic) {
+		if s.Outcome != claimshape.Acked && s.Delay <= 0 && !slices.Contains(topics, topic) {
 			topics = append(topics, topic)
 		}
 	}
-	if len(topics) > 0 {
-		err := l.statement(func(ctx context.Context, conn *pgx.Conn) error {
-			return l.queue.insert.Notify(ctx, conn, topics)
-		})
-		l.client.notifyFailed(l.queue, topics, err)
+	if len(topics) == 0 {
+		return
 	}
+	ctx, cancel := context.WithTimeout(l.ctx, l.timeout())
+	defer cancel()
+	l.client.announce(ctx, l.queue, topics)
 }
 
 func (l *lane) settlements(batch []*settlement) []claimshape.Settlement {
@@ -350,26 +355,30 @@ func (l *lane) lookAgain(missing map[int64]*settlement) {
 		l.again(batch)
 		return
 	}
+	var settled, lost []*settlement // by our own earlier statement whose answer was lost, or by somebody else's
 	for _, p := range gone {
-		l.answerLost(p)
+		if p.unsure {
+			settled = append(settled, p)
+		} else {
+			lost = append(lost, p)
+		}
 	}
 	for _, p := range other {
-		if p.statement().Outcome == claimshape.Acked {
-			l.finish(p, outcomeLost, nil)
-			continue
+		// A retry or release of ours leaves the row behind, free or claimed again; an ack does not.
+		if p.unsure && p.statement().Outcome != claimshape.Acked {
+			settled = append(settled, p)
+		} else {
+			lost = append(lost, p)
 		}
-		l.answerLost(p) // a retry or release of ours leaves the row behind, free or claimed again
 	}
 	l.busy(busy)
-}
-
-// answerLost finishes a settlement that is not there any more: by our own earlier statement, if its answer was lost.
-func (l *lane) answerLost(p *settlement) {
-	if p.unsure {
+	l.announce(settled)
+	for _, p := range settled {
 		l.finish(p, p.outcome.kind.settled(), nil)
-		return
 	}
-	l.finish(p, outcomeLost, nil)
+	for _, p := range lost {
+		l.finish(p, outcomeLost, nil)
+	}
 }
 
 func (l *lane) held(batch []*settlement) []claimshape.Held {

@@ -1,6 +1,7 @@
 package pgmill
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"errors"
@@ -18,7 +19,7 @@ import (
 )
 
 const (
-	// An idle listening connection is asked this often whether it still listens, and has this long to answer. Without it
+	// The listening connection is asked this often whether it still listens, and has this long to answer. Without it
 	// a connection whose peer vanished waits for ever: TCP's keep-alive is answered by the kernel of a frozen server too.
 	heartbeatInterval = 5 * time.Second
 	heartbeatTimeout  = 3 * time.Second
@@ -47,7 +48,7 @@ type listener struct {
 	done chan struct{}
 
 	mu        sync.Mutex
-	channels  map[string][]string // channel -> tables; what is or will be listened to
+	channels  map[string][]string // channel -> tables; what the server has confirmed
 	requests  []listenRequest
 	interrupt context.CancelFunc // ends the wait for notifications
 	up        bool
@@ -139,7 +140,7 @@ func (l *listener) probe(ctx context.Context, conn *pgx.Conn) error {
 			return err
 		}
 		if err != nil {
-			return cmpErr(ctx.Err(), fmt.Errorf("no notification arrived within %v; the connection seems to go through a "+
+			return cmp.Or(ctx.Err(), fmt.Errorf("no notification arrived within %v; the connection seems to go through a "+
 				"transaction pooler, or to another database: set Config.ListenConnect to connect to the server itself: %w",
 				probeTimeout, err))
 		}
@@ -149,16 +150,6 @@ func (l *listener) probe(ctx context.Context, conn *pgx.Conn) error {
 	}
 	_, err = conn.PgConn().Exec(ctx, "UNLISTEN "+quoted).ReadAll()
 	return err
-}
-
-// cmpErr is the first error that is not nil.
-func cmpErr(all ...error) error {
-	for _, err := range all {
-		if err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 func listenTo(ctx context.Context, conn *pgx.Conn, channel string) error {

@@ -39,12 +39,9 @@ func (m NotifyMode) String() string {
 	return "unknown"
 }
 
-// A payload of 8000 bytes or more is refused by the server.
-const maxNotifyPayload = 7999
-
-// notifies says whether a topic of a queue is announced. Where it cannot be, the log says why: of a table once, because
-// every publish would repeat it.
-func (c *Client) notifies(q *queue, topic string) bool {
+// notifies says whether topics of a queue are announced. Where they cannot be, the log says why, once: every publish would
+// repeat it.
+func (c *Client) notifies(q *queue) bool {
 	if c.config.Notify == NotifyOff {
 		return false
 	}
@@ -52,11 +49,6 @@ func (c *Client) notifies(q *queue, topic string) bool {
 		q.unnotified.Do(func() {
 			c.log.Error("Table cannot be notified, its messages wait for the poll interval", err, watermill.LogFields{"table": q.name})
 		})
-		return false
-	}
-	if len(topic) > maxNotifyPayload {
-		c.log.Error("Topic cannot be notified, its messages wait for the poll interval", nil,
-			watermill.LogFields{"table": q.name, "topic_bytes": len(topic)})
 		return false
 	}
 	return true
@@ -79,17 +71,22 @@ func (c *Client) notifyFailed(q *queue, topics []string, err error) {
 		watermill.LogFields{"table": q.name, "topic": topics[0]})
 }
 
-// announce notifies of a topic: at once, or together with what else comes within Config.NotifyInterval.
-func (c *Client) announce(ctx context.Context, q *queue, topic string) {
-	if !c.notifies(q, topic) {
-		return
+// announce notifies of topics: at once, or together with what else comes within Config.NotifyInterval.
+func (c *Client) announce(ctx context.Context, q *queue, topics []string) {
+	var now []string
+	for _, topic := range topics {
+		if c.notifies(q) && !c.deferred(q, topic) {
+			now = append(now, topic)
+		}
 	}
-	if c.config.NotifyInterval > 0 && c.notifier.add(c, q, topic) {
-		return
+	if len(now) > 0 {
+		c.notify(ctx, q, now)
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), writeTimeout)
-	defer cancel()
-	c.notify(ctx, q, []string{topic})
+}
+
+// deferred leaves a topic to the notifier, where there is an interval.
+func (c *Client) deferred(q *queue, topic string) bool {
+	return c.config.NotifyInterval > 0 && c.notifier.add(c, q, topic)
 }
 
 // notifier coalesces notifications: the first of an interval starts a timer, and what came by its end goes out as one
@@ -119,18 +116,22 @@ func (n *notifier) add(c *Client, q *queue, topic string) bool {
 	n.pending[q] = append(n.pending[q], topic)
 	if n.sent == nil {
 		n.sent = make(chan struct{})
-		n.timer = time.AfterFunc(c.config.NotifyInterval, func() { n.send(c) })
+		n.timer = time.AfterFunc(c.config.NotifyInterval, func() { n.expire(c) })
 	}
 	return true
 }
 
-func (n *notifier) send(c *Client) {
+func (n *notifier) expire(c *Client) {
+	ctx, cancel := context.WithTimeout(context.Background(), writeTimeout)
+	defer cancel()
+	n.send(ctx, c)
+}
+
+func (n *notifier) send(ctx context.Context, c *Client) {
 	n.mu.Lock()
 	pending := n.pending
 	n.pending = nil
 	n.mu.Unlock()
-	ctx, cancel := context.WithTimeout(context.Background(), writeTimeout)
-	defer cancel()
 	for q, topics := range pending {
 		c.notify(ctx, q, topics)
 	}
@@ -140,22 +141,27 @@ func (n *notifier) send(c *Client) {
 	n.sent = nil
 	if len(n.pending) > 0 { // came meanwhile
 		n.sent = make(chan struct{})
-		n.timer = time.AfterFunc(c.config.NotifyInterval, func() { n.send(c) })
+		n.timer = time.AfterFunc(c.config.NotifyInterval, func() { n.expire(c) })
 	}
 }
 
 // flush sends what waits for its interval. What is being sent already may leave behind what came meanwhile, so there is a
 // second round.
-func (n *notifier) flush(c *Client) {
+func (n *notifier) flush(ctx context.Context, c *Client) {
 	for range 2 {
 		n.mu.Lock()
 		sent, stopped := n.sent, n.sent != nil && n.timer.Stop()
 		n.mu.Unlock()
 		if stopped {
-			n.send(c)
+			n.send(ctx, c)
 		}
-		if sent != nil {
-			<-sent
+		if sent == nil {
+			return
+		}
+		select {
+		case <-sent:
+		case <-ctx.Done():
+			return
 		}
 	}
 }
@@ -165,18 +171,21 @@ func (n *notifier) close(c *Client) {
 	n.mu.Lock()
 	n.closed = true
 	n.mu.Unlock()
-	n.flush(c)
+	ctx, cancel := context.WithTimeout(context.Background(), flushTimeout)
+	defer cancel()
+	n.flush(ctx, c)
 }
 
 // Wake wakes the subscriptions of a topic, in this process and, with Notify, in all that listen: for rows that were
-// written by other means and have been committed. An error means that no notification was sent.
+// written by other means and have been committed. An error means that the notification was not sent, or that its answer
+// was lost.
 func (c *Client) Wake(ctx context.Context, topic string) error {
 	q, err := c.route(topic)
 	if err != nil {
 		return fmt.Errorf("wake %q: %w", topic, err)
 	}
 	c.hub.signal(wakeKey{table: q.name, topic: topic}, 1, wokenByPublish)
-	if !c.notifies(q, topic) {
+	if !c.notifies(q) {
 		return nil
 	}
 	err = c.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {

@@ -44,9 +44,9 @@ func TestNotifyIntervalAnnouncesTogether(t *testing.T) {
 		return pub.Publish("third", text("a"))
 	}))
 	require.Zero(t, notifications(r.proxy.Trace()), "within the interval")
-	client.notifier.flush(client)
+	client.notifier.flush(t.Context(), client)
 	require.Equal(t, 1, notifications(r.proxy.Trace()), "all topics together")
-	client.notifier.flush(client)
+	client.notifier.flush(t.Context(), client)
 	require.Equal(t, 1, notifications(r.proxy.Trace()), "nothing is left")
 	require.NoError(t, pub.Publish("orders", text("a")))
 	require.NoError(t, client.Wake(t.Context(), "orders"))
@@ -85,7 +85,7 @@ func TestCloseSendsWhatCameWhileNotifying(t *testing.T) {
 	held, release := r.proxy.Hold("-- Notify")
 	defer release()
 	sent := make(chan struct{})
-	go func() { defer close(sent); client.notifier.flush(client) }() // as the timer does
+	go func() { defer close(sent); client.notifier.flush(t.Context(), client) }() // as the timer does
 	awaitClosed(t, held)
 	require.NoError(t, pub.Publish("orders", text("b")))
 	closed := make(chan error, 1)

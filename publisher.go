@@ -97,6 +97,7 @@ func (p *Publisher) Publish(topic string, msgs ...*message.Message) error {
 	if len(msgs) == 0 {
 		return nil
 	}
+	p.client.inUse()
 	err := p.publish(topic, msgs)
 	if err != nil {
 		err = fmt.Errorf("publish %q: %w", topic, err)
@@ -122,11 +123,11 @@ func (p *Publisher) publish(topic string, msgs []*message.Message) error {
 	if err := queue.ready(ctx, p.client); err != nil {
 		return err
 	}
-	if err := p.insert(ctx, queue, topic, records); err != nil {
-		return err
+	err = p.insert(ctx, queue, topic, records)
+	if err == nil || errors.Is(err, ErrPublishUnknown) { // the messages may be stored; a needless wake is one claim
+		p.client.hub.signal(wakeKey{table: queue.name, topic: topic}, len(msgs), wokenByPublish)
 	}
-	p.client.hub.signal(wakeKey{table: queue.name, topic: topic}, len(msgs), wokenByPublish)
-	return nil
+	return err
 }
 
 // prepare makes records of the messages and checks all that can be told without the database.
@@ -209,12 +210,12 @@ func (p *Publisher) insert(ctx context.Context, q *queue, topic string, r *claim
 // insertOnce stores the records, and notifies in the same round trip, on the connection that wrote them, or leaves that
 // to the notifier.
 func (p *Publisher) insertOnce(ctx context.Context, conn *pgx.Conn, q *queue, topic string, r *claimshape.Records) error {
-	if !p.client.notifies(q, topic) {
+	if !p.client.notifies(q) {
 		return q.insert.Run(ctx, conn, r)
 	}
 	if p.client.config.NotifyInterval > 0 {
 		err := q.insert.Run(ctx, conn, r)
-		if err == nil && !p.client.notifier.add(p.client, q, topic) {
+		if err == nil && !p.client.deferred(q, topic) {
 			p.client.notifyFailed(q, []string{topic}, q.insert.Notify(ctx, conn, []string{topic}))
 		}
 		return err
@@ -264,8 +265,8 @@ func (p *Publisher) closeIdleLocked() {
 	}
 }
 
-// Close waits for the calls in flight, at most as long as an insert may take; a call that still waits for a connection
-// then is an error. Afterwards Publish answers ErrPublisherClosed, as soon as no delivery of the pool is in work in this
+// Close waits for the calls in flight, and sends what NotifyInterval holds back, within the time that an insert may take; a
+// call that is under way even then, because it waits for a connection or is an InTx, is an error. Afterwards Publish answers ErrPublisherClosed, as soon as no delivery of the pool is in work in this
 // process. Further calls are nil. The pool stays open.
 func (p *Publisher) Close() error {
 	p.mu.Lock()
@@ -277,14 +278,14 @@ func (p *Publisher) Close() error {
 	p.closeIdleLocked()
 	p.mu.Unlock()
 
-	timer := time.NewTimer(p.writeTimeout + time.Second)
-	defer timer.Stop()
+	ctx, cancel := context.WithTimeout(context.Background(), p.writeTimeout+time.Second)
+	defer cancel()
 	select {
 	case <-p.idle:
-		p.client.notifier.flush(p.client)
+		p.client.notifier.flush(ctx, p.client)
 		return nil
-	case <-timer.C:
-		return errors.New("close publisher: calls are still waiting for a connection")
+	case <-ctx.Done():
+		return errors.New("close publisher: calls are still under way")
 	}
 }
 

@@ -756,10 +756,15 @@ func TestPublishWithoutAnAnswerIsUnknown(t *testing.T) {
 			r := newRig(t, behindProxy)
 			pub := r.warm(t)
 			pub.writeTimeout = 500 * time.Millisecond
+			place := newWaker()
+			pub.client.hub.join(wakeKey{table: "public.pgmill_messages", topic: "orders"}, "", place)
+			_, waiting := place.startWait()
+			require.True(t, waiting)
 			fail(t, r)
 			all := numbered(3)
 			err := pub.Publish("orders", all...)
 			require.ErrorIs(t, err, ErrPublishUnknown)
+			require.Equal(t, wokenByPublish, await(t, place.woken), "they may be stored")
 			for _, msg := range all {
 				clear(msg.Payload) // nothing reads it any more: the race detector would say so
 			}
@@ -1092,7 +1097,7 @@ func TestPublisherCloseDoesNotWaitForAConnection(t *testing.T) {
 		defer pub.mu.Unlock()
 		return pub.inFlight == 1
 	}, 10*time.Second, time.Millisecond)
-	require.ErrorContains(t, await(t, async(pub.Close)), "calls are still waiting for a connection")
+	require.ErrorContains(t, await(t, async(pub.Close)), "calls are still under way")
 	require.NoError(t, pub.Close())
 	cancel()
 	require.ErrorIs(t, await(t, published), context.Canceled)

@@ -153,16 +153,17 @@ func (s *Subscriber) subscribe(ctx context.Context, topic string) (*subscription
 	}
 	// The place in the hub is taken: a notification that comes as soon as the server listens finds it.
 	if err := s.client.listen(ctx, sub); err != nil {
-		s.remove(sub)
 		sub.abandon()
+		s.remove(sub)
+		close(sub.done)
 		return nil, err
 	}
 	unwatch := context.AfterFunc(ctx, sub.stop)
-	go func() {
-		defer s.remove(sub)
-		defer unwatch()
-		sub.run()
-	}()
+	sub.ended = func() {
+		unwatch()
+		s.remove(sub)
+	}
+	go sub.run()
 	return sub, nil
 }
 
@@ -190,7 +191,8 @@ func (s *Subscriber) initialize(topic string) error {
 
 // Close ends all subscriptions and returns when their channels are closed: after at most CloseTimeout for the messages
 // that are with handlers, and a few seconds for the database. Messages that were acknowledged by then are settled and
-// never come again; the others are claimable at once, with their attempt given back. Further calls wait for the same end.
+// never come again; the others are claimable at once, with their attempt given back. What the database does not take in
+// that time comes again when its lease ends. Further calls wait for the same end.
 func (s *Subscriber) Close() error {
 	s.mu.Lock()
 	s.closed = true

@@ -53,6 +53,7 @@ type subscription struct {
 	woken wakeReason
 	poll  time.Time // when the interval ends the wait
 	timer *time.Timer
+	sent  time.Time // when the last claim was sent, or a little before: its leases count from there
 
 	claim func(ctx context.Context, limit int) ([]claimshape.Row, claimshape.Verdict, error)
 
@@ -61,9 +62,11 @@ type subscription struct {
 	claims       context.Context // ends when a closing subscription does not wait for its claim any longer
 	cancelClaims context.CancelFunc
 	awaiting     sync.WaitGroup // one per delivery handed over
-	done         chan struct{}
+	ended        func()         // what the Subscriber does at the end; may be nil
+	done         chan struct{}  // closed last of all
 
 	mu        sync.Mutex
+	cutClaim  *time.Timer             // of stop
 	inWork    map[*delivery]time.Time // claimed and not decided, with the time of the claim
 	unsettled int                     // claimed and not finished
 	changed   chan struct{}           // one permit: a slot or a settlement came free
@@ -73,8 +76,10 @@ type subscription struct {
 // stop begins the end of the subscription. It does not wait.
 func (s *subscription) stop() {
 	s.stopOnce.Do(func() {
+		s.mu.Lock()
+		s.cutClaim = time.AfterFunc(closingClaim, s.cancelClaims)
+		s.mu.Unlock()
 		close(s.stopping)
-		time.AfterFunc(closingClaim, s.cancelClaims)
 	})
 }
 
@@ -88,6 +93,10 @@ func (s *subscription) run() {
 	}
 	s.drain()
 	s.log.Info("Subscription closed", nil)
+	if s.ended != nil {
+		s.ended()
+	}
+	close(s.done)
 }
 
 // step is one claim with what follows it. It answers false when the subscription is to end.
@@ -138,8 +147,9 @@ func (s *subscription) claimRows(limit int) (claimshape.Verdict, error) {
 	ctx, cancel := context.WithTimeout(s.claims, claimTimeout)
 	defer cancel()
 	start := time.Now()
+	s.sent = start
 	rows, verdict, err := s.claim(ctx, limit)
-	if took, lease := time.Since(start), s.queue.table.Lease; err == nil && took > lease-lease/expiryMargin {
+	if took, lease := time.Since(s.sent), s.queue.table.Lease; err == nil && took > lease-lease/expiryMargin {
 		// The rows' leases are over, or nearly so; they return by themselves.
 		rows, err = nil, fmt.Errorf("claim %q: took %v, the lease is %v", s.topic, took, lease)
 	}
@@ -152,7 +162,7 @@ func (s *subscription) claimRows(limit int) (claimshape.Verdict, error) {
 		s.place.signal(1, s.woken, s.waker) // now: the hand-over lasts as long as the reader likes, and may be the last
 	}
 	if len(rows) > 0 {
-		s.handOver(s.takeIntoWork(rows, start))
+		s.handOver(s.takeIntoWork(rows, s.sent))
 	}
 	return verdict, nil
 }
@@ -197,12 +207,15 @@ func (s *subscription) handOver(all []*delivery) {
 			s.undecodable(d, err)
 			continue
 		}
+		if d.ctx.Err() != nil { // lost while those before it were handed over
+			continue
+		}
 		select {
 		case s.out <- d.msg:
 			s.log.Trace("Message handed over", d.fields())
 			s.awaiting.Add(1)
 			go d.await()
-		case <-d.ctx.Done(): // lost meanwhile
+		case <-d.ctx.Done():
 		case <-s.stopping:
 			d.end(Outcome{kind: outcomeRelease})
 		}
@@ -329,6 +342,7 @@ func (s *subscription) reportLost(d *delivery, err error) {
 // claimFrom is the claim that run uses: one statement on a connection of the pool.
 func (s *subscription) claimFrom(ctx context.Context, limit int) (rows []claimshape.Row, v claimshape.Verdict, err error) {
 	err = s.client.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+		s.sent = time.Now() // not before: the wait for a connection is no part of the lease
 		rows, v, err = s.queue.lease.Claim(ctx, conn, s.topic, s.group, claimshape.Floor{}, limit)
 		return err
 	})

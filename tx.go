@@ -51,6 +51,7 @@ func (t *TxPublisher) Publish(topic string, msgs ...*message.Message) error {
 	if len(msgs) == 0 {
 		return nil
 	}
+	t.publisher.client.inUse()
 	err := t.publish(topic, msgs)
 	if err != nil {
 		err = fmt.Errorf("publish %q: %w", topic, err)
@@ -77,7 +78,7 @@ func (t *TxPublisher) publish(topic string, msgs []*message.Message) error {
 		}
 		return err
 	}
-	if t.notifiesInside() && t.publisher.client.notifies(queue, topic) {
+	if t.notifiesInside() && t.publisher.client.notifies(queue) {
 		sql, args := queue.insert.NotifySQL([]string{topic})
 		if err := t.exec(ctx, sql, args...); err != nil {
 			return err
@@ -99,17 +100,29 @@ func (t *TxPublisher) notifiesInside() bool {
 // Committed wakes the subscriptions of what was published, in this process and, with Notify, in others. Call it after the
 // commit, or leave it out: the rows are then found at the poll interval.
 func (t *TxPublisher) Committed() {
+	topics := t.wake()
+	if t.notifiesInside() {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), writeTimeout)
+	defer cancel()
+	for q, topics := range topics {
+		t.publisher.client.announce(ctx, q, topics)
+	}
+}
+
+// wake wakes the subscriptions of this process, and answers what is to be announced to others.
+func (t *TxPublisher) wake() map[*queue][]string {
 	t.mu.Lock()
 	wakes := t.wakes
 	t.wakes = nil
 	t.mu.Unlock()
-	c := t.publisher.client
+	topics := map[*queue][]string{}
 	for to, n := range wakes {
-		c.hub.signal(wakeKey{table: to.queue.name, topic: to.topic}, n, wokenByPublish)
-		if !t.notifiesInside() {
-			c.announce(context.Background(), to.queue, to.topic)
-		}
+		t.publisher.client.hub.signal(wakeKey{table: to.queue.name, topic: to.topic}, n, wokenByPublish)
+		topics[to.queue] = append(topics[to.queue], to.topic)
 	}
+	return topics
 }
 
 // Close does nothing; the transaction is the caller's.
@@ -144,6 +157,9 @@ func (p *Publisher) InTx(ctx context.Context, o pgx.TxOptions, f func(ctx contex
 		return errors.Join(err, p.rollback(ctx, tx))
 	}
 	if err := p.commit(ctx, tx); err != nil {
+		if errors.Is(err, ErrPublishUnknown) {
+			pub.wake() // the messages may be there; a needless wake is one claim
+		}
 		return fmt.Errorf("publish in transaction: commit: %w", err)
 	}
 	pub.Committed()

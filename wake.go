@@ -2,6 +2,7 @@ package pgmill
 
 import (
 	"container/heap"
+	"maps"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -100,6 +101,12 @@ type wakeKey struct{ table, topic string }
 type wakeHub struct {
 	mu     sync.RWMutex
 	topics map[wakeKey]*wakeTopic
+	kept   map[groupKey][]time.Time // due times of groups that have no subscription now
+}
+
+type groupKey struct {
+	wakeKey
+	group string
 }
 
 // wakeTopic has the consumer groups of a topic that have subscriptions in this process.
@@ -190,6 +197,7 @@ func (h *wakeHub) join(key wakeKey, group string, w *waker) *wakeGroup {
 		g := &wakeGroup{name: group}
 		g.wakers.Store(&[]*waker{})
 		g.due.fire = func(n int) { g.signal(n, wokenByDue, nil) }
+		h.restoreLocked(groupKey{key, group}, &g.due)
 		groups = append(slices.Clip(groups), g)
 		topic.groups.Store(&groups)
 		i = len(groups) - 1
@@ -219,13 +227,39 @@ func (h *wakeHub) leave(key wakeKey, g *wakeGroup, w *waker) {
 }
 
 func (h *wakeHub) dropLocked(key wakeKey, g *wakeGroup) {
-	g.due.stop()
+	h.keepLocked(groupKey{key, g.name}, g.due.stop())
 	topic := h.topics[key]
 	groups := slices.DeleteFunc(slices.Clone(*topic.groups.Load()), func(other *wakeGroup) bool { return other == g })
 	topic.groups.Store(&groups)
 	if len(groups) == 0 {
 		delete(h.topics, key)
 	}
+}
+
+// keepLocked keeps due times for the next subscription of a group: no timer runs meanwhile. What has passed by then its first
+// claim finds, so that is dropped, of this group and of those that nobody came back to.
+func (h *wakeHub) keepLocked(key groupKey, times []time.Time) {
+	now := time.Now()
+	passed := func(at time.Time) bool { return !at.After(now) }
+	maps.DeleteFunc(h.kept, func(_ groupKey, times []time.Time) bool {
+		return !slices.ContainsFunc(times, func(at time.Time) bool { return !passed(at) })
+	})
+	if times = slices.DeleteFunc(times, passed); len(times) == 0 {
+		return
+	}
+	if h.kept == nil {
+		h.kept = map[groupKey][]time.Time{}
+	}
+	h.kept[key] = times
+}
+
+func (h *wakeHub) restoreLocked(key groupKey, due *dueTimes) {
+	for _, at := range h.kept[key] {
+		if time.Now().Before(at) {
+			due.addAt(at)
+		}
+	}
+	delete(h.kept, key)
 }
 
 // maxDue is the longest delay that a row can have; what is added to it must not overflow.
@@ -245,7 +279,10 @@ type dueTimes struct {
 // than quartz clocks differ.
 func (t *dueTimes) add(d time.Duration) {
 	d = min(d, maxDue)
-	at := time.Now().Add(d + d/10_000 + time.Millisecond)
+	t.addAt(time.Now().Add(d + d/10_000 + time.Millisecond))
+}
+
+func (t *dueTimes) addAt(at time.Time) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.ended {
@@ -280,13 +317,16 @@ func (t *dueTimes) expire() {
 	}
 }
 
-func (t *dueTimes) stop() {
+// stop ends the timer and answers the times that it had still to wake at.
+func (t *dueTimes) stop() []time.Time {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	left := t.times
 	t.ended, t.times = true, nil
 	if t.timer != nil {
 		t.timer.Stop()
 	}
+	return left
 }
 
 type timeHeap []time.Time

@@ -494,3 +494,42 @@ func TestDueTimesOfAGroupThatHasEndedDoNotFire(t *testing.T) {
 		require.Empty(t, fired())
 	})
 }
+
+// A message that was nacked is due at its time for the next subscription of the process too.
+func TestDueTimesOutliveTheSubscriptionsOfTheirGroup(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var h wakeHub
+		key := wakeKey{table: "t", topic: "orders"}
+		first := newWaker()
+		g := h.join(key, "", first)
+		g.due.add(time.Minute)
+		g.due.add(time.Second)
+		g.retire(first, false)
+		h.leave(key, g, first)
+		require.Len(t, h.kept, 1)
+		time.Sleep(10 * time.Second)
+
+		second := newWaker()
+		g = h.join(key, "", second)
+		require.Empty(t, h.kept)
+		_, waiting := second.startWait()
+		require.True(t, waiting)
+		start := time.Now()
+		require.Equal(t, wokenByDue, <-second.woken)
+		require.InDelta(t, 50*time.Second, time.Since(start), float64(100*time.Millisecond))
+
+		// Nothing is kept for groups that nobody comes back to.
+		g.due.add(time.Second)
+		g.retire(second, false)
+		h.leave(key, g, second)
+		require.Len(t, h.kept, 1)
+		time.Sleep(time.Minute)
+		third := newWaker()
+		other := wakeKey{table: "t", topic: "other"}
+		g = h.join(other, "", third)
+		g.retire(third, false)
+		h.leave(other, g, third)
+		require.Empty(t, h.kept)
+	})
+}

@@ -29,7 +29,7 @@ func Check(ctx context.Context, conn *pgx.Conn, t Table, sets ...statements) err
 				err = st.checkTypes(prepared)
 			}
 			if err != nil {
-				if Answered(err) {
+				if Answered(err) && !Temporary(err) {
 					err = fmt.Errorf("%w: %w", ErrSchema, err)
 				}
 				return fmt.Errorf("check table %s: prepare %s: %w", t, st.op, err)

@@ -70,7 +70,8 @@ func MissingTable(err error) bool {
 }
 
 // goingAway are the codes of a session that ends: whether the statement before it took effect is not known.
-// 57P01 to 57P05 are shutdowns and terminations, class 08 is the connection, 25P03 and 57P05 are idle limits.
+// 57P01 to 57P05 are shutdowns, terminations and the idle session's limit, class 08 is the connection, 25P03 and 25P04 are
+// the limits of an idle and of a long transaction.
 func goingAway(code string) bool {
 	return strings.HasPrefix(code, "57P") || strings.HasPrefix(code, "08") || code == "25P03" || code == "25P04"
 }
