@@ -60,7 +60,7 @@ func TestPathOfARow(t *testing.T) {
 	require.NoError(t, pub.Publish("requests", text("a")))
 	e := await(t, r.settled)
 	require.Equal(t, "acked", e.Outcome)
-	require.Equal(t, []string{"Insert", "Claim", "Insert", "Settle"}, steps(r.proxy.Trace()))
+	require.Equal(t, []string{"Insert", "Limits", "Claim", "Insert", "Limits", "Settle"}, steps(r.proxy.Trace()))
 	require.Equal(t, []string{"middleware", "handler"}, seen)
 	require.EqualValues(t, 1, r.db.QueryInt(t, "SELECT count(*) FROM public.pgmill_messages WHERE topic = 'replies' AND payload = 'to a'"))
 	require.EqualValues(t, 1, r.rows(t))

@@ -21,7 +21,7 @@ const (
 	maxChunk = 64 << 10
 	rowGuess = 256
 
-	claimColumns = 8
+	claimColumns = 9
 
 	// jsonb's binary form is this version in front of the text.
 	jsonbVersion = 1
@@ -37,6 +37,7 @@ var claimTypes = [][]uint32{
 	{pgtype.TextOID, pgtype.VarcharOID, pgtype.BPCharOID},
 	{pgtype.ByteaOID},
 	{pgtype.JSONBOID, pgtype.JSONOID},
+	{pgtype.Int8OID},
 }
 
 // arena hands out memory that is written once, here.
@@ -79,6 +80,7 @@ func (a *arena) text(b []byte) string {
 type decoder struct {
 	arena arena
 	rows  []Row
+	found int64 // rows that the claim could have taken, up to its limit
 }
 
 func (d *decoder) read(r rows, binary bool) error {
@@ -89,6 +91,11 @@ func (d *decoder) read(r rows, binary bool) error {
 			return fmt.Errorf("%d columns instead of %d", len(values), claimColumns)
 		}
 		d.rows = append(d.rows, Row{})
+		if len(d.rows) == 1 {
+			if d.found, first = readInt8(values[claimColumns-1], binary); first != nil {
+				continue
+			}
+		}
 		if err := d.row(&d.rows[len(d.rows)-1], values, binary); err != nil && first == nil {
 			first = err
 		}

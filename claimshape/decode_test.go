@@ -55,14 +55,14 @@ func binaryRow(id int64, uuid string, payload, metadata []byte) [][]byte {
 	if metadata != nil {
 		metadata = append([]byte{jsonbVersion}, metadata...)
 	}
-	return [][]byte{int8s(id), int8s(1), int8s(2), int8s(3), int8s(4), []byte(uuid), payload, metadata}
+	return [][]byte{int8s(id), int8s(1), int8s(2), int8s(3), int8s(4), []byte(uuid), payload, metadata, int8s(1)}
 }
 
 func textRow(id int64, uuid string, payload, metadata []byte) [][]byte {
 	at := "2026-01-02 03:04:05.678901+05:30"
 	return [][]byte{
 		fmt.Append(nil, id), []byte(at), []byte(at), []byte("3"), []byte(at), []byte(uuid),
-		fmt.Appendf(nil, `\x%x`, payload), metadata,
+		fmt.Appendf(nil, `\x%x`, payload), metadata, []byte("1"),
 	}
 }
 

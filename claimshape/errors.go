@@ -60,24 +60,32 @@ func Temporary(err error) bool {
 		"08": // connection
 		return true
 	}
-	return answer.Code == "25006" || Transient(err) // read_only_sql_transaction: a standby, or a failover under way
+	return ReadOnly(err) || Transient(err)
+}
+
+// ReadOnly says that the server does not take writes: it is a standby, or a failover made it one. A connection made anew
+// may lead to another server.
+func ReadOnly(err error) bool { return hasCode(err, "25006") }
+
+// TimedOut says that a statement was cancelled, by its time limit or by somebody.
+func TimedOut(err error) bool { return hasCode(err, "57014") }
+
+func hasCode(err error, code string) bool {
+	var answer *pgconn.PgError
+	return errors.As(err, &answer) && answer.Code == code
 }
 
 // MissingTable says that a statement met a table that does not exist.
-func MissingTable(err error) bool {
-	var answer *pgconn.PgError
-	return errors.As(err, &answer) && answer.Code == "42P01"
-}
+func MissingTable(err error) bool { return hasCode(err, "42P01") }
 
 // goingAway are the codes of a session that ends: whether the statement before it took effect is not known.
-// 57P01 to 57P05 are shutdowns, terminations and the idle session's limit, class 08 is the connection, 25P03 and 25P04 are
-// the limits of an idle and of a long transaction.
+// 57P01 to 57P04 are shutdowns and terminations, class 08 is the connection, 25P03 and 25P04 are the limits of an idle and
+// of a long transaction. 57P05 is not one: the idle session's limit ends a session only while it has no statement.
 func goingAway(code string) bool {
-	return strings.HasPrefix(code, "57P") || strings.HasPrefix(code, "08") || code == "25P03" || code == "25P04"
+	return strings.HasPrefix(code, "57P") && code != "57P05" || strings.HasPrefix(code, "08") || code == "25P03" || code == "25P04"
 }
 
 // stalePlan says that the connection's prepared statement is not usable any more.
 func stalePlan(err error) bool {
-	var answer *pgconn.PgError
-	return errors.As(err, &answer) && (answer.Code == "0A000" || answer.Code == "26000")
+	return hasCode(err, "0A000") || hasCode(err, "26000")
 }

@@ -4,10 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strconv"
 	"sync"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgtype"
 )
 
 const (
@@ -16,6 +19,10 @@ const (
 
 	// In SimpleProtocol the server answers in text, whose form depends on settings of the role or the database.
 	textSettings = "SET LOCAL datestyle TO 'ISO'; SET LOCAL bytea_output TO 'hex'"
+
+	// A transaction of ours waits this long for a lock, and at most a quarter of its time, so that it can try again. What
+	// it waits for is DDL: SKIP LOCKED passes locked rows by, and not a locked table.
+	maxLockWait = time.Second
 )
 
 // Link is what the statements of one pool's connections have in common.
@@ -47,19 +54,46 @@ type call struct {
 // round trip, and one that fails does not keep the next from running.
 type segment struct {
 	call
-	begin bool // between BEGIN ISOLATION LEVEL READ COMMITTED and COMMIT, else in the statement's own transaction
-	tag   pgconn.CommandTag
-	err   error
+	limits *limits // of a transaction between BEGIN ISOLATION LEVEL READ COMMITTED and COMMIT; nil: the statement's own
+	tag    pgconn.CommandTag
+	err    error
 
-	prepared *pgconn.StatementDescription
-	wire     *wire
-	traced   context.Context
+	prepared, preparedLimits *pgconn.StatementDescription
+
+	wire   *wire
+	traced context.Context
 }
 
-// transaction runs a statement in a READ COMMITTED transaction of its own: BEGIN, statement and COMMIT in one round trip.
-// An autocommit statement cannot ask for the level, and under a role's repeatable read claims fail with 40001.
+// limits of a transaction, in milliseconds.
+type limits struct{ lock, statement int64 }
+
+var setLimits = newStatement("limits", "limits.sql", Table{})
+
+// limitsOf are the limits of a transaction whose client waits as long as ctx.
+func limitsOf(ctx context.Context) *limits {
+	deadline, ok := ctx.Deadline()
+	if !ok {
+		return &limits{lock: maxLockWait.Milliseconds()} // 0 is no limit
+	}
+	left := time.Until(deadline)
+	return &limits{
+		lock:      max(1, min(left/4, maxLockWait).Milliseconds()),
+		statement: max(1, left.Milliseconds()),
+	}
+}
+
+func (l *limits) values() [][]byte {
+	return [][]byte{strconv.AppendInt(nil, l.lock, 10), strconv.AppendInt(nil, l.statement, 10)}
+}
+
+func (l *limits) String() string {
+	return fmt.Sprintf("SET LOCAL lock_timeout TO %d; SET LOCAL statement_timeout TO %d", l.lock, l.statement)
+}
+
+// transaction runs a statement in a READ COMMITTED transaction of its own: BEGIN, limits, statement and COMMIT in one round
+// trip. An autocommit statement cannot ask for the level, and under a role's repeatable read claims fail with 40001.
 func (l Link) transaction(ctx context.Context, conn *pgx.Conn, c call) error {
-	s := segment{call: c, begin: true}
+	s := segment{call: c, limits: limitsOf(ctx)}
 	l.run(ctx, conn, &s)
 	return s.err
 }
@@ -71,7 +105,7 @@ func (l Link) run(ctx context.Context, conn *pgx.Conn, all ...*segment) {
 	l.once(ctx, conn, all)
 	for _, s := range all {
 		if l.mode == pgx.QueryExecModeCacheStatement && stalePlan(s.err) && !conn.IsClosed() {
-			if s.err = conn.Deallocate(ctx, s.name); s.err == nil {
+			if s.err = s.deallocate(ctx, conn); s.err == nil {
 				l.once(ctx, conn, []*segment{s})
 			}
 		}
@@ -81,10 +115,17 @@ func (l Link) run(ctx context.Context, conn *pgx.Conn, all ...*segment) {
 	}
 }
 
+func (s *segment) deallocate(ctx context.Context, conn *pgx.Conn) error {
+	if s.limits == nil {
+		return conn.Deallocate(ctx, s.name)
+	}
+	return errors.Join(conn.Deallocate(ctx, s.name), conn.Deallocate(ctx, setLimits.name))
+}
+
 func (l Link) once(ctx context.Context, conn *pgx.Conn, all []*segment) {
 	if l.mode == pgx.QueryExecModeSimpleProtocol {
 		for _, s := range all {
-			s.err = l.simple(ctx, conn, s.call, s.begin)
+			s.err = l.simple(ctx, conn, s.call, s.limits)
 			restore(ctx, conn)
 		}
 		return
@@ -162,6 +203,12 @@ func (l Link) prepare(ctx context.Context, conn *pgx.Conn, all []*segment) error
 		if s.prepared, err = conn.Prepare(ctx, s.name, s.sql); err != nil {
 			return err
 		}
+		if s.limits == nil {
+			continue
+		}
+		if s.preparedLimits, err = conn.Prepare(ctx, setLimits.name, setLimits.sql); err != nil {
+			return err
+		}
 	}
 	return nil
 }
@@ -175,17 +222,26 @@ func (e notSent) SafeToRetry() bool { return true }
 func (s *segment) send(p *pgconn.Pipeline) {
 	s.wire = wires.Get().(*wire)
 	s.wire.encode(s.params)
-	if s.begin {
+	if s.limits != nil {
 		p.SendQueryParams(beginReadCommitted, nil, nil, nil, nil)
+		s.sendLimits(p)
 	}
 	if s.prepared != nil {
 		p.SendQueryStatement(s.prepared, s.wire.values, binaryFormat, binaryFormat)
 	} else {
 		p.SendQueryParams(s.sql, s.wire.values, s.wire.oids, binaryFormat, binaryFormat)
 	}
-	if s.begin {
+	if s.limits != nil {
 		p.SendQueryParams(commit, nil, nil, nil, nil)
 	}
+}
+
+func (s *segment) sendLimits(p *pgconn.Pipeline) {
+	if s.preparedLimits != nil {
+		p.SendQueryStatement(s.preparedLimits, s.limits.values(), binaryFormat, binaryFormat)
+		return
+	}
+	p.SendQueryParams(setLimits.sql, s.limits.values(), textTypes, binaryFormat, binaryFormat)
 }
 
 // answers reads a segment's results and its Sync. After an error the server skips to the Sync; an error of the Sync itself
@@ -205,13 +261,15 @@ func (s *segment) answers(p *pgconn.Pipeline) (pgconn.CommandTag, error) {
 }
 
 func (s *segment) statements(p *pgconn.Pipeline) (pgconn.CommandTag, error) {
-	if s.begin {
-		if _, err := answer(p, nil); err != nil {
-			return pgconn.CommandTag{}, err
+	if s.limits != nil {
+		for range 2 { // BEGIN and the limits
+			if _, err := answer(p, nil); err != nil {
+				return pgconn.CommandTag{}, err
+			}
 		}
 	}
 	tag, err := answer(p, s.read)
-	if err != nil || !s.begin {
+	if err != nil || s.limits == nil {
 		return tag, err
 	}
 	done, err := answer(p, nil)
@@ -244,11 +302,11 @@ func answer(p *pgconn.Pipeline, read func(rows, bool) error) (pgconn.CommandTag,
 }
 
 // simple runs the call where the pool asks for the simple protocol, which has no pipeline.
-func (l Link) simple(ctx context.Context, conn *pgx.Conn, c call, tx bool) error {
-	if !tx {
+func (l Link) simple(ctx context.Context, conn *pgx.Conn, c call, tx *limits) error {
+	if tx == nil {
 		return simpleStatement(ctx, conn, c)
 	}
-	if _, err := conn.PgConn().Exec(ctx, beginReadCommitted+"; "+textSettings).ReadAll(); err != nil {
+	if _, err := conn.PgConn().Exec(ctx, beginReadCommitted+"; "+textSettings+"; "+tx.String()).ReadAll(); err != nil {
 		return err
 	}
 	if err := simpleStatement(ctx, conn, c); err != nil {
@@ -283,7 +341,10 @@ type simpleRows struct{ pgx.Rows }
 func (r simpleRows) NextRow() bool    { return r.Next() }
 func (r simpleRows) Values() [][]byte { return r.RawValues() }
 
-var binaryFormat = []int16{pgx.BinaryFormatCode}
+var (
+	binaryFormat = []int16{pgx.BinaryFormatCode}
+	textTypes    = []uint32{pgtype.TextOID, pgtype.TextOID}
+)
 
 // wire holds a call's encoded parameters. They are pooled: the connection copies them into its own buffer.
 type wire struct {

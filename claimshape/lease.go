@@ -59,11 +59,12 @@ type Verdict uint8
 const (
 	// Short: fewer rows than asked for, so nothing more is claimable for now.
 	Short Verdict = iota
-	// Full: as many as asked for; there may be more.
+	// Full: as many as asked for, or as many as fit into a claim's bytes; there may be more.
 	Full
 )
 
-// Claim takes up to limit due rows of a topic and group into work, in order of due time and id. An error means that
+// Claim takes up to limit due rows of a topic and group into work, in order of due time and id; fewer where their payloads
+// would be more than 16 MiB together, but always one. An error means that
 // nothing was taken, or that what was taken returns by itself when its lease ends.
 func (s *Lease) Claim(ctx context.Context, conn *pgx.Conn, topic, group string, from Floor, limit int) ([]Row, Verdict, error) {
 	dueAt, id := from.position()
@@ -71,20 +72,26 @@ func (s *Lease) Claim(ctx context.Context, conn *pgx.Conn, topic, group string, 
 	d := decoder{arena: newArena(expect), rows: make([]Row, 0, expect)}
 	err := s.link.transaction(ctx, conn, call{
 		statement: s.claim,
-		params:    []any{topic, group, dueAt, id, int64(limit), s.table.Lease.Microseconds()},
+		params:    []any{topic, group, dueAt, id, int64(limit), s.table.Lease.Microseconds(), int64(maxClaimBytes)},
 		read:      d.read,
 	})
 	if err != nil {
 		return nil, Short, err
 	}
-	if len(d.rows) < limit {
+	if len(d.rows) < limit && int64(len(d.rows)) >= d.found {
 		return d.rows, Short, nil
 	}
 	return d.rows, Full, nil
 }
 
-// maxRowsAhead bounds what a claim allocates before it knows how many rows there are.
-const maxRowsAhead = 512
+const (
+	// maxRowsAhead bounds what a claim allocates before it knows how many rows there are.
+	maxRowsAhead = 512
+
+	// maxClaimBytes bounds the payloads that one claim brings into memory: enough for any number of small messages, and a
+	// few large ones at a time.
+	maxClaimBytes = 16 << 20
+)
 
 // Outcome is how a delivery ends, as the settle statement has it.
 type Outcome int64

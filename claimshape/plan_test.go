@@ -77,7 +77,7 @@ func (b *bundle) requireClaimPlan(t *testing.T, cached string) {
 		{"from the start, over 2000 leased rows", "'-infinity'", 5000},
 		{"nothing due, 50,000 delayed", "now() - interval '1 minute'", 50},
 	} {
-		plan := b.explain(b.lease.claim.sql, "'orders', '', "+from.floor+", 0, 100, 30000000", cached)
+		plan := b.explain(b.lease.claim.sql, "'orders', '', "+from.floor+", 0, 100, 30000000, 16777216", cached)
 		requireIndexes(t, plan, dueIndex, primaryKey)
 		require.Less(t, plan.Hit+plan.Read, from.buffers, from.name)
 		limits := 0

@@ -24,6 +24,7 @@ func goldenTexts() map[string]string {
 	texts["settle_ack.sql"] = lease.settleAck.sql
 	texts["look.sql"] = lease.look.sql
 	texts["extend.sql"] = lease.extend.sql
+	texts["limits.sql"] = setLimits.sql
 	texts["insert.sql"] = insert.insert.sql
 	texts["notify.sql"] = insert.notify.sql
 	texts["notify_one.sql"] = insert.notifyOne.sql
