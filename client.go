@@ -266,6 +266,12 @@ func (c *Client) open() []*subscription {
 	return slices.Collect(maps.Keys(c.subs))
 }
 
+func (c *Client) openLanes() []*lane {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.Collect(maps.Values(c.lanes))
+}
+
 // route is the queue of a topic.
 func (c *Client) route(topic string) (*queue, error) {
 	return c.inUse().find(topic)
@@ -327,12 +333,25 @@ func (c *Client) withConn(ctx context.Context, tries int, f func(ctx context.Con
 		return connectError{err}
 	}
 	defer conn.Release()
+	return retryTransient(ctx, conn.Conn(), tries, f)
+}
+
+func retryTransient(ctx context.Context, conn *pgx.Conn, tries int, f func(ctx context.Context, conn *pgx.Conn) error) error {
 	for {
-		err := f(ctx, conn.Conn())
+		err := f(ctx, conn)
 		if tries--; tries <= 0 || !claimshape.Transient(err) {
-			return err
+			return dropReadOnly(ctx, conn, err)
 		}
 	}
+}
+
+// dropReadOnly closes a connection on which a statement of ours failed because the server takes no writes: after a failover
+// the connection leads to what was the primary, and the next one, made anew, may find the one that is.
+func dropReadOnly(ctx context.Context, conn *pgx.Conn, err error) error {
+	if claimshape.ReadOnly(err) {
+		_ = conn.Close(ctx) // the pool replaces it; err says what happened
+	}
+	return err
 }
 
 // connectError is one of getting a connection: nothing was sent.

@@ -63,6 +63,23 @@ type delivery struct {
 	until time.Time // when the lease ends, or a little before
 }
 
+// expiry is when a delivery that is not decided is given up: ahead of the end of its lease, or at MaxHold.
+func (d *delivery) expiry() time.Time {
+	at := d.until.Add(-d.sub.queue.table.Lease / expiryMargin)
+	if d.sub.config.MaxHold > 0 && d.heldUntil().Before(at) {
+		return d.heldUntil()
+	}
+	return at
+}
+
+// heldUntil is the end of MaxHold; there may be none.
+func (d *delivery) heldUntil() time.Time { return d.base.Add(d.sub.config.MaxHold) }
+
+// heldTooLong says that MaxHold is over.
+func (d *delivery) heldTooLong(now time.Time) bool {
+	return d.sub.config.MaxHold > 0 && !now.Before(d.heldUntil())
+}
+
 func newDelivery(s *subscription, row claimshape.Row, claimed time.Time) *delivery {
 	d := &delivery{Context: s.base, sub: s, row: row, base: claimed, until: claimed.Add(s.queue.table.Lease)}
 	d.held = claimshape.Held{ID: row.ID, Token: row.Token(), Token2: row.Token()}

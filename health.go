@@ -18,6 +18,10 @@ type Health struct {
 	Listening   bool
 	ListenError error
 
+	// LeaseError says why the leases of messages in work could not be extended at the last try; nil when they were. A
+	// message whose lease is about to end for it is told so with ErrLeaseLost.
+	LeaseError error
+
 	// Subscriptions that are open, by topic and group.
 	Subscriptions []SubscriptionHealth
 
@@ -46,8 +50,8 @@ type SubscriptionHealth struct {
 	Undecodable int64
 }
 
-// Err is for a readiness probe. It is nil unless a subscription has failed to claim for longer than ten seconds; it
-// names each, with its last error.
+// Err is for a readiness probe. It is nil unless a subscription has failed to claim, or leases could not be extended, for
+// longer than ten seconds; it names each, with its last error.
 func (h Health) Err() error { return errors.Join(h.failing...) }
 
 // subscriptionHealth is what a subscription notes for Health; its mu guards it.
@@ -109,12 +113,33 @@ func (s *subscription) healthNow(now time.Time) (SubscriptionHealth, time.Durati
 	return h, failing
 }
 
+// keeperNow is what the keeper last noted, as long as it has something to extend.
+func (l *lane) keeperNow() keeperHealth {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.work) == 0 {
+		return keeperHealth{}
+	}
+	return l.keeping
+}
+
 // Health reports the client's subscriptions. It asks nothing of the database and does not block.
 func (c *Client) Health() Health {
 	now := time.Now()
 	var h Health
 	if c.listener != nil {
 		h.Listening, h.ListenError = c.listener.state()
+	}
+	for _, l := range c.openLanes() {
+		keeping := l.keeperNow()
+		if keeping.err == nil {
+			continue
+		}
+		h.LeaseError = errors.Join(h.LeaseError, fmt.Errorf("table %s: %w", l.queue.name, keeping.err))
+		if failing := now.Sub(keeping.since); failing > unhealthyAfter {
+			h.failing = append(h.failing, fmt.Errorf("table %s: no lease extended for %v: %w",
+				l.queue.name, failing.Round(time.Second), keeping.err))
+		}
 	}
 	for _, s := range c.open() {
 		one, failing := s.healthNow(now)

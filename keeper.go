@@ -3,39 +3,111 @@ package pgmill
 import (
 	"context"
 	"errors"
+	"fmt"
 	"time"
 
+	"github.com/ThreeDotsLabs/watermill"
 	"github.com/jackc/pgx/v5"
 
 	"github.com/pgmill/pgmill/claimshape"
 )
 
-var errNotExtended = errors.New("not extended in time")
+var (
+	errNotExtended = errors.New("not extended in time")
+	errHeldTooLong = errors.New("with its handler for longer than MaxHold")
+)
 
 // A message whose lease could not be extended is told a tenth of the lease before it ends, so that its handler can stop
 // before anybody else gets the row.
 const expiryMargin = 10
 
+// A keeper whose statement failed tries again after a fifth of the time to its next turn, within these bounds.
+const (
+	keeperPauseMin = 20 * time.Millisecond
+	keeperPauseMax = time.Second
+)
+
+// keeperHealth is what the keeper notes for Health; the lane's lock guards it.
+type keeperHealth struct {
+	err   error
+	since time.Time // of the first failure in a row
+}
+
 // extend moves the leases of all deliveries in work forward, in one statement. The new token is the old one plus a step
 // that both sides know, so that a lost answer leaves no doubt about what the row may carry.
 func (l *lane) extend() {
-	now := time.Now()
-	batch, held, to := l.extensions(now)
+	batch, held, to := l.extensions(time.Now())
 	if len(batch) == 0 {
 		return
 	}
+	l.kept(l.extendRows(batch, held, to))
+}
+
+// extendRows extends what it can. If the server refused the statement, one row may be to blame, so the halves are tried
+// by themselves; the one that is left is told by the watch.
+func (l *lane) extendRows(batch []*delivery, held []claimshape.Held, to []claimshape.Time) error {
 	var extended map[int64]bool
-	err := l.statement(func(ctx context.Context, conn *pgx.Conn) error {
+	err := l.keeperStatement(func(ctx context.Context, conn *pgx.Conn) error {
 		extended = make(map[int64]bool, len(batch))
 		return l.queue.lease.Extend(ctx, conn, held, to, func(id int64) { extended[id] = true })
 	})
-	if err != nil {
-		l.log.Error("Leases could not be extended and will be tried again", err, nil)
+	if n := len(batch) / 2; n > 0 && (blamesRows(err) || claimshape.TimedOut(err)) {
+		return errors.Join(l.extendRows(batch[:n], held[:n], to[:n]), l.extendRows(batch[n:], held[n:], to[n:]))
 	}
-	refused := l.extended(batch, held, extended, err)
-	if len(refused) > 0 {
+	if refused := l.extended(batch, held, extended, err); len(refused) > 0 {
 		l.lookAfterExtend(refused)
 	}
+	return err
+}
+
+// kept notes how a turn of the keeper went, and logs the first failure and the end of failing. After a failure the next
+// turn comes sooner: the leases have two thirds of their time left.
+func (l *lane) kept(err error) {
+	now := time.Now()
+	l.mu.Lock()
+	was := l.keeping
+	switch {
+	case err == nil:
+		l.keeping = keeperHealth{}
+	case was.err == nil:
+		l.keeping.since = now
+		fallthrough
+	default:
+		l.keeping.err = err
+		l.extends = now.Add(max(keeperPauseMin, min(l.third()/5, keeperPauseMax)))
+	}
+	l.mu.Unlock()
+	switch {
+	case err != nil && was.err == nil:
+		l.log.Error("Leases could not be extended and will be tried again", err, nil)
+	case err == nil && was.err != nil:
+		l.log.Info("Leases are extended again", watermill.LogFields{"failed": now.Sub(was.since).Round(time.Millisecond)})
+	}
+}
+
+// keeperStatement runs f on a connection of the pool. Where handlers have all of them and give none back for a sixth of
+// a lease, it makes one beside the pool, for this statement: handlers that wait for each other's connections must not
+// lose their messages over it.
+func (l *lane) keeperStatement(f func(ctx context.Context, conn *pgx.Conn) error) error {
+	ctx, cancel := context.WithTimeout(l.ctx, l.timeout())
+	defer cancel()
+	inPool, cancelInPool := context.WithTimeout(ctx, l.timeout()/2)
+	defer cancelInPool()
+	pooled, err := l.client.pool.Acquire(inPool)
+	if err == nil {
+		defer pooled.Release()
+		return retryTransient(ctx, pooled.Conn(), transientTries, f)
+	}
+	if stat := l.client.pool.Stat(); ctx.Err() != nil || inPool.Err() == nil || stat.AcquiredConns() < stat.MaxConns() {
+		return connectError{err}
+	}
+	conn, dialErr := dialer(l.client.pool)(ctx)
+	if dialErr != nil {
+		return connectError{fmt.Errorf("the pool's %d connections are all in use: %w; beside the pool: %w",
+			l.client.pool.Stat().MaxConns(), err, dialErr)}
+	}
+	defer closeConn(conn)
+	return retryTransient(ctx, conn, transientTries, f)
 }
 
 // extensions are the deliveries to extend, and the token each will have. From here to the answer a settlement names
@@ -45,7 +117,7 @@ func (l *lane) extensions(now time.Time) (batch []*delivery, held []claimshape.H
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for d := range l.work {
-		if now.After(d.until) {
+		if now.After(d.until) || d.heldTooLong(now) && !d.decided.Load() {
 			continue
 		}
 		next := d.held.Token2
@@ -88,7 +160,7 @@ func (l *lane) lookAfterExtend(refused []*delivery) {
 	}
 	l.mu.Unlock()
 	busy := map[int64]bool{}
-	err := l.statement(func(ctx context.Context, conn *pgx.Conn) error {
+	err := l.keeperStatement(func(ctx context.Context, conn *pgx.Conn) error {
 		clear(busy)
 		return l.queue.lease.Look(ctx, conn, held, func(id int64, held bool) { busy[id] = held })
 	})
@@ -110,16 +182,15 @@ func (l *lane) lost(d *delivery, err error) {
 	}
 }
 
-// watch tells deliveries whose lease is about to end, because no extension was answered in time, before somebody else can
-// have the row. Those whose handler is done are not told; their settlement is on its way.
+// watch tells deliveries whose lease is about to end, because no extension was answered in time or because MaxHold is
+// over, before somebody else can have the row. Those whose handler is done are not told; their settlement is on its way.
 func (l *lane) watch() {
 	now := time.Now()
-	margin := l.queue.table.Lease / expiryMargin
 	var late []*delivery
 	var next time.Time
 	l.mu.Lock()
 	for d := range l.work {
-		at := d.until.Add(-margin)
+		at := d.expiry()
 		switch {
 		case d.decided.Load():
 		case !now.Before(at):
@@ -131,7 +202,11 @@ func (l *lane) watch() {
 	l.watchAtLocked(next)
 	l.mu.Unlock()
 	for _, d := range late {
-		l.lost(d, errNotExtended)
+		if d.heldTooLong(now) {
+			l.lost(d, errHeldTooLong)
+		} else {
+			l.lost(d, errNotExtended)
+		}
 	}
 }
 

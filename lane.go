@@ -1,6 +1,7 @@
 package pgmill
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"slices"
@@ -47,6 +48,7 @@ type lane struct {
 	paused  time.Time // settle not before
 	failing int
 	extends time.Time // when the keeper is due
+	keeping keeperHealth
 
 	watching   bool // watchTimer is armed, for watchAt
 	watchAt    time.Time
@@ -65,8 +67,10 @@ type settlement struct {
 	delivery *delivery
 	outcome  Outcome
 	unsure   bool // it was sent and the answer was lost: it may have taken effect
+	alone    bool // its statement took too long: it holds no other up but those that wait for the same connection
 	tries    int  // times it met a locked row
 	after    time.Time
+	until    time.Time // then it is given up, whatever the lease
 }
 
 func newLane(c *Client, q *queue, logger watermill.LoggerAdapter) *lane {
@@ -100,7 +104,7 @@ func (l *lane) add(all []*delivery) {
 		l.kickLocked()
 	}
 	// A claim that was answered late has less of its lease left than those before it.
-	if at := all[0].until.Add(-l.queue.table.Lease / expiryMargin); !l.watching || at.Before(l.watchAt) {
+	if at := all[0].expiry(); !l.watching || at.Before(l.watchAt) {
 		l.watchAtLocked(at)
 	}
 }
@@ -127,7 +131,7 @@ func (l *lane) close() {
 func (l *lane) settle(d *delivery, o Outcome) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.pending = append(l.pending, &settlement{delivery: d, outcome: o})
+	l.pending = append(l.pending, &settlement{delivery: d, outcome: o, until: time.Now().Add(l.queue.table.Lease)})
 	l.kickLocked()
 }
 
@@ -234,15 +238,16 @@ func (l *lane) take() []*settlement {
 	}
 	var batch []*settlement
 	l.pending = slices.DeleteFunc(l.pending, func(p *settlement) bool {
-		if len(batch) == maxSettle || now.Before(p.after) {
+		if len(batch) == maxSettle || p.alone || now.Before(p.after) {
 			return false
 		}
 		batch = append(batch, p)
 		return true
 	})
-	slices.SortFunc(batch, func(a, b *settlement) int {
-		return int(min(max(a.delivery.row.ID-b.delivery.row.ID, -1), 1))
-	})
+	if len(batch) == 0 {
+		batch = l.takeLonerLocked(now)
+	}
+	slices.SortFunc(batch, func(a, b *settlement) int { return cmp.Compare(a.delivery.row.ID, b.delivery.row.ID) })
 	// A row is there twice if its lease ended while its settlement waited and it was claimed again since: the answer could
 	// not be told apart, so the later one waits for the next statement.
 	for i := 1; i < len(batch); i++ {
@@ -253,6 +258,17 @@ func (l *lane) take() []*settlement {
 		}
 	}
 	return batch
+}
+
+// takeLonerLocked takes one of those whose statement took too long.
+func (l *lane) takeLonerLocked(now time.Time) []*settlement {
+	for i, p := range l.pending {
+		if p.alone && !now.Before(p.after) {
+			l.pending = slices.Delete(l.pending, i, i+1)
+			return []*settlement{p}
+		}
+	}
+	return nil
 }
 
 // send settles a batch and deals with each row's answer.
@@ -400,13 +416,14 @@ func (l *lane) busy(batch []*settlement) {
 	l.again(batch)
 }
 
-// again queues settlements once more, as long as their leases last.
+// again queues settlements once more, as long as their leases last, and for the length of one lease at most: a row whose
+// settlement never passes is not held for ever.
 func (l *lane) again(batch []*settlement) {
 	now := time.Now()
 	var expired []*settlement
 	l.mu.Lock()
 	for _, p := range batch {
-		if now.After(p.delivery.until) {
+		if now.After(p.delivery.until) || now.After(p.until) {
 			expired = append(expired, p)
 			continue
 		}
@@ -422,13 +439,18 @@ func (l *lane) again(batch []*settlement) {
 // tried by themselves. If the server cannot now, it is sent again later; and if no answer came too: it may have taken
 // effect, but id and token make that safe.
 func (l *lane) failed(batch []*settlement, err error) {
-	if blamesRows(err) {
-		if len(batch) == 1 {
-			l.finish(batch[0], outcomeLost, err)
-			return
-		}
+	slow := claimshape.TimedOut(err) // one row may wait for what its trigger waits for
+	switch {
+	case len(batch) > 1 && (slow || blamesRows(err)):
 		l.send(batch[:len(batch)/2])
 		l.send(batch[len(batch)/2:])
+		return
+	case blamesRows(err):
+		l.finish(batch[0], outcomeLost, err)
+		return
+	case slow:
+		batch[0].alone = true
+		l.busy(batch)
 		return
 	}
 	if !claimshape.Refused(err) {

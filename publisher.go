@@ -199,12 +199,9 @@ func (p *Publisher) insert(ctx context.Context, q *queue, topic string, r *claim
 	}
 	write, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.writeTimeout)
 	defer cancel()
-	for tries := transientTries; ; {
-		err := p.insertOnce(write, conn.Conn(), q, topic, r)
-		if tries--; tries <= 0 || !claimshape.Transient(err) {
-			return unknown(err)
-		}
-	}
+	return unknown(retryTransient(write, conn.Conn(), transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+		return p.insertOnce(ctx, conn, q, topic, r)
+	}))
 }
 
 // insertOnce stores the records, and notifies in the same round trip, on the connection that wrote them, or leaves that

@@ -41,6 +41,11 @@ type SubscriberConfig struct {
 	// Defaults to RetryAfter(1 minute): the row stays and comes back, with an error log each time and a count in Health.
 	OnUndecodable Outcome
 
+	// MaxHold is how long a message may be with its handler. After it the lease is not extended any more: the message's
+	// context ends with ErrLeaseLost, its slot is free, and it comes again when the lease ends. Set it where a handler may
+	// hang: a Router does not notice one that never returns, or that ends its goroutine. Defaults to 0, no limit.
+	MaxHold time.Duration
+
 	// CloseTimeout is how long Close, or the end of Subscribe's context, waits for messages that are with handlers.
 	// After it their contexts end with ErrShutdown and they are released. Defaults to 10s, negative: do not wait. Keep it
 	// under the Router's CloseTimeout, which is 30s.
@@ -109,6 +114,9 @@ func (c *SubscriberConfig) check() error {
 	}
 	if c.PollInterval < 0 {
 		problems = append(problems, fmt.Errorf("SubscriberConfig.PollInterval %v: negative", c.PollInterval))
+	}
+	if c.MaxHold < 0 {
+		problems = append(problems, fmt.Errorf("SubscriberConfig.MaxHold %v: negative", c.MaxHold))
 	}
 	return errors.Join(problems...)
 }
