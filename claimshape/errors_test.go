@@ -53,7 +53,7 @@ func TestErrorClasses(t *testing.T) {
 		"57P02": unknown,  // crash_shutdown
 		"57P03": unknown,  // cannot_connect_now
 		"57P04": unknown,  // database_dropped
-		"57P05": unknown,  // idle_session_timeout
+		"57P05": answered, // idle_session_timeout
 		"08000": unknown,  // connection_exception
 		"08003": unknown,  // connection_does_not_exist
 		"08006": unknown,  // connection_failure
