@@ -159,7 +159,7 @@ func TestPlanOfAnEmptyTableStaysGood(t *testing.T) {
 		require.Len(t, b.settle(outcome(Acked, rows...)...), 100)
 	}
 	for _, s := range []struct{ name, args string }{
-		{b.lease.claim.name, "'orders', '', '-infinity', 0, 100, 30000000"},
+		{b.lease.claim.name, "'orders', '', '-infinity', 0, 100, 30000000, 16777216"},
 		{b.lease.settleAck.name, "'{1}', '{now}', '{now}'"},
 		{b.lease.extend.name, "'{1}', '{now}', '{now}', '{now}'"},
 		{b.lease.look.name, "'{1}', '{now}', '{now}'"},
