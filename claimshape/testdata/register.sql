@@ -1,0 +1,8 @@
+-- Register a group ($2) of a topic ($1), under the topic's advisory lock. The first group of a topic, if it has a name,
+-- adopts what was published before: nobody else will ever take it.
+-- Index: primary key of the register. Locks: none that others wait for.
+INSERT INTO "public"."pgmill_subscriptions" (table_name, topic, consumer_group, adopts)
+SELECT E'pgmill_messages', $1::text, $2::text,
+       $2::text <> '' AND NOT EXISTS (SELECT FROM "public"."pgmill_subscriptions" AS s
+                                       WHERE s.table_name = E'pgmill_messages' AND s.topic = $1::text)
+    ON CONFLICT (table_name, topic, consumer_group) DO NOTHING

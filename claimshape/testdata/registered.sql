@@ -1,0 +1,5 @@
+-- Registered: whether a group ($2) of a topic ($1) is registered: a row, that says whether it adopts, or none.
+-- Index: primary key of the register. Locks: none.
+SELECT s.adopts
+  FROM "public"."pgmill_subscriptions" AS s
+ WHERE s.table_name = E'pgmill_messages' AND s.topic = $1::text AND s.consumer_group = $2::text
