@@ -1,6 +1,6 @@
 -- Adopt up to $3 rows of a topic ($1) that were published before any group was registered, for the group that was the
--- first ($2). It takes nothing once the unnamed group is registered: its rows are its own. A row that was published in
--- a transaction which is open now appears later, so this is repeated. Answers the ids it adopted.
+-- first ($2). A row that was published in a transaction which is open now appears later, so this is repeated. Answers the
+-- ids it adopted.
 -- Index: (topic, consumer_group, due_at, id), an empty range where there is nothing. Locks: the rows it takes, never waits.
 WITH orphan AS MATERIALIZED (
   SELECT q.id
@@ -9,8 +9,6 @@ WITH orphan AS MATERIALIZED (
      AND q.consumer_group = ''
      AND EXISTS (SELECT FROM "public"."pgmill_subscriptions" AS s
                   WHERE s.table_name = E'pgmill_messages' AND s.topic = $1::text AND s.consumer_group = $2::text AND s.adopts)
-     AND NOT EXISTS (SELECT FROM "public"."pgmill_subscriptions" AS s
-                      WHERE s.table_name = E'pgmill_messages' AND s.topic = $1::text AND s.consumer_group = '')
    ORDER BY q.due_at, q.id
    LIMIT $3::bigint
      FOR UPDATE OF q SKIP LOCKED
