@@ -18,7 +18,7 @@ type queue struct {
 	name      string // schema and table
 	marshaler marshaler.Marshaler
 	insert    *claimshape.Insert
-	lease     *claimshape.Lease
+	lease     *claimshape.LeaseStatements
 	groups    *claimshape.Groups
 
 	unnotified sync.Once // its channel is too long, and the log has said so
@@ -33,7 +33,7 @@ type queue struct {
 func newQueue(t claimshape.Table, l claimshape.Link, m marshaler.Marshaler) *queue {
 	return &queue{
 		table: t, name: t.String(), marshaler: m,
-		insert: claimshape.NewInsert(t, l), lease: claimshape.NewLease(t, l),
+		insert: claimshape.NewInsert(t, l), lease: claimshape.NewLeaseStatements(t, l),
 		groups:   claimshape.NewGroups(t, l),
 		checking: make(chan struct{}, 1),
 	}

@@ -14,8 +14,8 @@ type statements interface{ all() []statement }
 
 func (i *Insert) all() []statement { return []statement{i.insert} }
 
-func (s *Lease) all() []statement {
-	return []statement{s.claim, s.settle, s.settleAck, s.look, s.extend}
+func (s *LeaseStatements) all() []statement {
+	return []statement{s.claim, s.settle, s.settleAck, s.look, s.extend, s.fencedAck, s.probe}
 }
 
 func (g *Groups) all() []statement {
@@ -23,7 +23,11 @@ func (g *Groups) all() []statement {
 }
 
 func (d *DeadLetters) all() []statement {
-	return []statement{d.settle, d.firstGroup, d.deadTopics, d.requeued}
+	return []statement{d.settle, d.rowLockSettle, d.firstGroup, d.deadTopics, d.requeued}
+}
+
+func (s *RowLockStatements) all() []statement {
+	return []statement{s.claim, s.limits, s.settle, s.settleAck, s.penalty, s.probe}
 }
 
 // Check has the server prepare every statement of a table, so that a table which does not fit is an error at the start

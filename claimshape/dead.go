@@ -16,18 +16,19 @@ const (
 type DeadLetters struct {
 	link Link
 
-	settle                           statement // deliveries of the one, dead letters among them, into the other
+	settle, rowLockSettle            statement // deliveries of the one, dead letters among them, into the other
 	firstGroup, deadTopics, requeued statement // of the one, as dead letters, back to the other
 }
 
 // NewDeadLetters renders the statements that move rows between two tables.
 func NewDeadLetters(from, to Table, l Link) *DeadLetters {
 	return &DeadLetters{
-		link:       l,
-		settle:     newMove("settle", "settle_dead.sql", from, to),
-		firstGroup: newStatement("first group", "first_group.sql", from),
-		deadTopics: newStatement("dead topics", "dead_topics.sql", from),
-		requeued:   newMove("requeue", "requeue.sql", from, to),
+		link:          l,
+		settle:        newMove("settle", "settle_dead.sql", from, to),
+		rowLockSettle: newMove("settle", "rowlock_settle_dead.sql", from, to),
+		firstGroup:    newStatement("first group", "first_group.sql", from),
+		deadTopics:    newStatement("dead topics", "dead_topics.sql", from),
+		requeued:      newMove("requeue", "requeue.sql", from, to),
 	}
 }
 

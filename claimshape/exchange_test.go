@@ -353,7 +353,7 @@ func requireBreaksAreToldApart(t *testing.T, db *pgtest.DB, mode pgx.QueryExecMo
 	proxy := pgtest.NewProxy(t, db.DSN)
 	pool := proxy.Pool(t, inMode(mode))
 	link := NewLink(pool.Config().ConnConfig)
-	lease, insert := NewLease(Default(), link), NewInsert(Default(), link)
+	lease, insert := NewLeaseStatements(Default(), link), NewInsert(Default(), link)
 	use := func(f func(conn *pgx.Conn) error) error {
 		conn, err := pool.Acquire(t.Context())
 		require.NoError(t, err)

@@ -11,19 +11,20 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// Lease is the shape in which a claim writes an end time into the row, locked_until, and holds the row until then. The
+// LeaseStatements are those of the shape Lease, in which a claim writes an end time into the row, locked_until, and holds the row until then. The
 // time is the token: whoever settles or extends names it, and a row that carries another one is not theirs any more.
 // No connection is held between the statements.
-type Lease struct {
+type LeaseStatements struct {
 	table                                  Table
 	link                                   Link
 	claim, settle, settleAck, look, extend statement
+	fencedAck, probe                       statement
 }
 
-// NewLease renders the statements of a table.
-func NewLease(t Table, l Link) *Lease {
+// NewLeaseStatements renders the statements of a table.
+func NewLeaseStatements(t Table, l Link) *LeaseStatements {
 	t = t.withDefaults()
-	s := &Lease{
+	s := &LeaseStatements{
 		table:     t,
 		link:      l,
 		claim:     newStatement("claim", "claim.sql", t),
@@ -31,6 +32,8 @@ func NewLease(t Table, l Link) *Lease {
 		settleAck: newStatement("settle", "settle_ack.sql", t),
 		look:      newStatement("look", "look.sql", t),
 		extend:    newStatement("extend", "extend.sql", t),
+		fencedAck: newStatement("settle", "fenced_ack.sql", t),
+		probe:     newStatement("probe", "lease_probe.sql", t),
 	}
 	if t.Columns.Priority != "" {
 		s.claim = newStatement("claim", "claim_priority.sql", t)
@@ -70,7 +73,7 @@ const (
 // one), due time and id; fewer where their payloads
 // would be more than 16 MiB together, but always one. An error means that
 // nothing was taken, or that what was taken returns by itself when its lease ends.
-func (s *Lease) Claim(ctx context.Context, conn *pgx.Conn, topic, group string, from Floor, limit int) ([]Row, Verdict, error) {
+func (s *LeaseStatements) Claim(ctx context.Context, conn *pgx.Conn, topic, group string, from Floor, limit int) ([]Row, Verdict, error) {
 	dueAt, id := from.position()
 	expect := min(limit, maxRowsAhead)
 	d := decoder{arena: newArena(expect), rows: make([]Row, 0, expect)}
@@ -127,7 +130,7 @@ type Settlement struct {
 
 // Settle ends deliveries in one statement and calls settled for each that took effect. The rest is lost, or somebody
 // else has the row locked: Look tells. dead says where dead letters go, and is nil where there are none.
-func (s *Lease) Settle(ctx context.Context, conn *pgx.Conn, all []Settlement, dead *DeadLetters, settled func(id int64)) error {
+func (s *LeaseStatements) Settle(ctx context.Context, conn *pgx.Conn, all []Settlement, dead *DeadLetters, settled func(id int64)) error {
 	h := newHeldArrays(len(all))
 	pure := dead == nil
 	for _, one := range all {
@@ -164,7 +167,7 @@ func deadTopics(all []Settlement) []string {
 }
 
 // Extend moves the leases of rows forward to the tokens given, and calls extended for each that it moved.
-func (s *Lease) Extend(ctx context.Context, conn *pgx.Conn, all []Held, to []Time, extended func(id int64)) error {
+func (s *LeaseStatements) Extend(ctx context.Context, conn *pgx.Conn, all []Held, to []Time, extended func(id int64)) error {
 	h := newHeldArrays(len(all))
 	for _, one := range all {
 		h.add(one)
@@ -175,7 +178,7 @@ func (s *Lease) Extend(ctx context.Context, conn *pgx.Conn, all []Held, to []Tim
 }
 
 // Look calls found for each of the rows that still exist, and says whether it is still held under its token.
-func (s *Lease) Look(ctx context.Context, conn *pgx.Conn, all []Held, found func(id int64, held bool)) error {
+func (s *LeaseStatements) Look(ctx context.Context, conn *pgx.Conn, all []Held, found func(id int64, held bool)) error {
 	h := newHeldArrays(len(all))
 	for _, one := range all {
 		h.add(one)
@@ -193,6 +196,44 @@ func (s *Lease) Look(ctx context.Context, conn *pgx.Conn, all []Held, found func
 			return nil
 		},
 	})
+}
+
+// AckAndCommit acknowledges a delivery in the handler's transaction, which conn is in, as its last statement, and commits it.
+// It answers false, and rolls back, where the row is not ours any more. An error means that nothing took effect where
+// Refused says so; else the COMMIT may have.
+func (s *LeaseStatements) AckAndCommit(ctx context.Context, conn *pgx.Conn, h Held) (bool, error) {
+	ours := false
+	ack := &step{call: call{
+		statement: s.fencedAck, params: []any{h.ID, h.Token, h.Token2}, read: readIDs(func(int64) { ours = true }),
+	}}
+	s.link.steps(ctx, conn, ack)
+	if ack.err != nil || !ours {
+		restore(ctx, conn)
+		return false, opError(s.fencedAck.op, ack.err)
+	}
+	done := &step{sql: commit}
+	s.link.steps(ctx, conn, done)
+	if done.err == nil && done.tag.String() != commit {
+		done.err = pgx.ErrTxCommitRollback
+	}
+	restore(ctx, conn)
+	return done.err == nil, opError(commit, done.err)
+}
+
+// Probe tells whether a row is still held under its token, after a COMMIT whose answer was lost. It waits for the old
+// session's end. Where it is not, the COMMIT took effect, or the lease was lost before.
+func (s *LeaseStatements) Probe(ctx context.Context, conn *pgx.Conn, h Held) (held bool, err error) {
+	err = s.link.transaction(ctx, conn, call{
+		statement: s.probe, params: []any{h.ID, h.Token, h.Token2}, read: readIDs(func(int64) { held = true }),
+	})
+	return held, err
+}
+
+func opError(op string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("%s: %w", op, err)
 }
 
 // heldArrays are the parameters that settle, extend and look have in common.

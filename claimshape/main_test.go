@@ -53,7 +53,7 @@ type bundle struct {
 	ctx    context.Context
 	pool   *pgxpool.Pool
 	conn   *pgx.Conn
-	lease  *Lease
+	lease  *LeaseStatements
 	insert *Insert
 }
 
@@ -87,7 +87,7 @@ func open(t testing.TB, db *pgtest.DB, opts ...func(*pgxpool.Config)) *bundle {
 	b := &bundle{DB: db, t: t, ctx: t.Context(), pool: pool}
 	b.conn = b.acquire()
 	link := NewLink(pool.Config().ConnConfig)
-	b.lease, b.insert = NewLease(Default(), link), NewInsert(Default(), link)
+	b.lease, b.insert = NewLeaseStatements(Default(), link), NewInsert(Default(), link)
 	t.Cleanup(func() { db.RequireIdle(t) })
 	return b
 }

@@ -225,7 +225,7 @@ func TestRoleWithoutCreateNeedsNoCreate(t *testing.T) {
 	require.NoError(t, err)
 	defer conn.Release()
 	link := NewLink(pool.Config().ConnConfig)
-	lease, insert := NewLease(table, link), NewInsert(table, link)
+	lease, insert := NewLeaseStatements(table, link), NewInsert(table, link)
 	require.NoError(t, Check(t.Context(), conn.Conn(), table, insert, lease))
 	require.NoError(t, insert.Run(t.Context(), conn.Conn(), &Records{
 		Topics: []string{"orders"}, UUIDs: []string{"1"}, Payloads: [][]byte{nil}, Metadata: [][]byte{nil},

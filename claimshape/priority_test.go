@@ -12,7 +12,7 @@ import (
 func (b *bundle) prioritise() {
 	b.t.Helper()
 	require.NoError(b.t, Migrate(b.ctx, b.conn, prioritised))
-	b.lease, b.insert = NewLease(prioritised, b.lease.link), NewInsert(prioritised, b.lease.link)
+	b.lease, b.insert = NewLeaseStatements(prioritised, b.lease.link), NewInsert(prioritised, b.lease.link)
 }
 
 func (b *bundle) publishPriorities(topic string, priorities ...int64) {
@@ -48,7 +48,7 @@ func TestPriorityIsAddedToATableInUse(t *testing.T) {
 	done, err := Migrated(t.Context(), b.conn, prioritised)
 	require.NoError(t, err)
 	require.False(t, done)
-	before := NewLease(Default(), b.lease.link)
+	before := NewLeaseStatements(Default(), b.lease.link)
 	b.prioritise()
 	require.NoError(t, Check(t.Context(), b.conn, prioritised, b.insert, b.lease))
 	b.publishPriorities("orders", -1)

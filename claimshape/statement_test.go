@@ -18,9 +18,9 @@ const triggerFile = "notify_trigger.sql"
 // goldenTexts are the statements of the default table, by file name.
 func goldenTexts() map[string]string {
 	texts := map[string]string{}
-	lease, insert := NewLease(Default(), Link{}), NewInsert(Default(), Link{})
+	lease, insert := NewLeaseStatements(Default(), Link{}), NewInsert(Default(), Link{})
 	texts["claim.sql"] = lease.claim.sql
-	texts["claim_priority.sql"] = NewLease(prioritised, Link{}).claim.sql
+	texts["claim_priority.sql"] = NewLeaseStatements(prioritised, Link{}).claim.sql
 	texts["settle.sql"] = lease.settle.sql
 	texts["settle_ack.sql"] = lease.settleAck.sql
 	texts["look.sql"] = lease.look.sql
@@ -36,8 +36,19 @@ func goldenTexts() map[string]string {
 	texts["adopt.sql"] = groups.adopt.sql
 	texts["drop_rows.sql"] = groups.dropRows.sql
 	texts["stats.sql"] = groups.stats.sql
+	rowLock := NewRowLockStatements(Default(), Link{})
+	texts["rowlock_claim.sql"] = rowLock.claim.sql
+	texts["rowlock_claim_priority.sql"] = NewRowLockStatements(prioritised, Link{}).claim.sql
+	texts["rowlock_limits.sql"] = rowLock.limits.sql
+	texts["rowlock_settle.sql"] = rowLock.settle.sql
+	texts["rowlock_settle_ack.sql"] = rowLock.settleAck.sql
+	texts["rowlock_penalty.sql"] = rowLock.penalty.sql
+	texts["rowlock_probe.sql"] = rowLock.probe.sql
+	texts["fenced_ack.sql"] = lease.fencedAck.sql
+	texts["lease_probe.sql"] = lease.probe.sql
 	dead := NewDeadLetters(Default(), Default(), Link{})
 	texts["settle_dead.sql"] = dead.settle.sql
+	texts["rowlock_settle_dead.sql"] = dead.rowLockSettle.sql
 	texts["first_group.sql"] = dead.firstGroup.sql
 	texts["dead_topics.sql"] = dead.deadTopics.sql
 	texts["requeue.sql"] = dead.requeued.sql
@@ -102,7 +113,7 @@ func TestPreparedNamesAreOfTheTable(t *testing.T) {
 	t.Parallel()
 	names := map[string]string{}
 	for _, table := range []Table{{}, {Name: "jobs"}, {Schema: "app"}, {Schema: "app", Name: "jobs"}, {Name: "app.jobs"}} {
-		for _, set := range []statements{NewLease(table, Link{}), NewInsert(table, Link{}), NewGroups(table, Link{}), NewDeadLetters(table, table, Link{})} {
+		for _, set := range []statements{NewLeaseStatements(table, Link{}), NewInsert(table, Link{}), NewGroups(table, Link{}), NewRowLockStatements(table, Link{}), NewDeadLetters(table, table, Link{})} {
 			for _, s := range set.all() {
 				require.Empty(t, names[s.name], "%s of %s", s.op, table)
 				names[s.name] = s.sql
@@ -110,5 +121,5 @@ func TestPreparedNamesAreOfTheTable(t *testing.T) {
 			}
 		}
 	}
-	require.Equal(t, NewLease(Table{}, Link{}).claim, NewLease(Default(), Link{}).claim)
+	require.Equal(t, NewLeaseStatements(Table{}, Link{}).claim, NewLeaseStatements(Default(), Link{}).claim)
 }

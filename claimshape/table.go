@@ -33,6 +33,30 @@ const (
 	maxIdentifier = 63
 )
 
+// Shape is how a claimed row is held. It is a property of the table: all who claim from one table use the same.
+type Shape uint8
+
+const (
+	// Lease writes an end time into the row and holds it until then; a keeper moves the time forward. No connection is
+	// held while a handler works. A process that dies gives its rows back when their leases end, and has spent an attempt.
+	Lease Shape = iota
+
+	// RowLock locks the row in a transaction that stays open while the handler works, on a connection of its own. A
+	// process that dies gives its rows back at once, and has spent no attempt.
+	RowLock
+)
+
+// String is the shape's name.
+func (s Shape) String() string {
+	switch s {
+	case Lease:
+		return "Lease"
+	case RowLock:
+		return "RowLock"
+	}
+	return fmt.Sprintf("Shape(%d)", uint8(s))
+}
+
 // Table describes a queue table of pgmill's own layout. The zero Table is the default table.
 type Table struct {
 	// Schema of the table. Defaults to "public". It is created by Migrate if it does not exist.
@@ -45,6 +69,9 @@ type Table struct {
 	// long a crashed process's rows stay away and not how long a handler may take. Defaults to 30s; from 300ms
 	// to 7 days. All processes that claim from one table should use the same.
 	Lease time.Duration
+
+	// Shape of claims. Defaults to Lease.
+	Shape Shape
 
 	// Columns of the table beyond those that every queue table has. All processes that use one table should name the same.
 	Columns Columns
@@ -60,6 +87,12 @@ type Columns struct {
 // Default is the table that the zero Config uses: public.pgmill_messages with a lease of 30 seconds.
 func Default() Table {
 	return Table{}.withDefaults()
+}
+
+// WithShape is the table with another shape.
+func (t Table) WithShape(s Shape) Table {
+	t.Shape = s
+	return t
 }
 
 // String is the table's qualified name as people write it, for logs and errors: app.jobs.
@@ -96,6 +129,7 @@ func (t Table) Check() error {
 		checkReserved(t.Name),
 		t.checkPriority(),
 		checkLease(t.Lease),
+		checkShape(t.Shape),
 	)
 }
 
@@ -148,6 +182,13 @@ var ownColumns = []string{
 func checkLease(d time.Duration) error {
 	if d < MinLease || d > MaxLease {
 		return fmt.Errorf("Table.Lease %v: not between %v and %v", d, MinLease, MaxLease)
+	}
+	return nil
+}
+
+func checkShape(s Shape) error {
+	if s > RowLock {
+		return fmt.Errorf("Table.Shape %v: not a shape", s)
 	}
 	return nil
 }

@@ -60,7 +60,7 @@ func TestLeaseIsAsLongAsTheTableSays(t *testing.T) {
 	t.Parallel()
 	b := setup(t)
 	for _, lease := range []time.Duration{MinLease, DefaultLease, MaxLease, time.Second + 7*time.Microsecond} {
-		b.lease = NewLease(Table{Lease: lease}, Link{mode: pgx.QueryExecModeCacheStatement})
+		b.lease = NewLeaseStatements(Table{Lease: lease}, Link{mode: pgx.QueryExecModeCacheStatement})
 		b.exec("TRUNCATE pgmill_messages")
 		b.publish("orders", 1)
 		before := b.now()
