@@ -27,7 +27,7 @@ func (d *DeadLetters) all() []statement {
 }
 
 func (s *RowLockStatements) all() []statement {
-	return []statement{s.claim, s.limits, s.settle, s.settleAck, s.penalty, s.probe}
+	return []statement{s.claim, s.settle, s.settleAck, s.penalty, s.probe}
 }
 
 // Check has the server prepare every statement of a table, so that a table which does not fit is an error at the start

@@ -203,7 +203,7 @@ func (s *LeaseStatements) Look(ctx context.Context, conn *pgx.Conn, all []Held, 
 // Refused says so; else the COMMIT may have.
 func (s *LeaseStatements) AckAndCommit(ctx context.Context, conn *pgx.Conn, h Held) (bool, error) {
 	ours := false
-	ack := &step{call: call{
+	ack := &stage{call: call{
 		statement: s.fencedAck, params: []any{h.ID, h.Token, h.Token2}, read: readIDs(func(int64) { ours = true }),
 	}}
 	s.link.steps(ctx, conn, ack)
@@ -211,7 +211,7 @@ func (s *LeaseStatements) AckAndCommit(ctx context.Context, conn *pgx.Conn, h He
 		restore(ctx, conn)
 		return false, opError(s.fencedAck.op, ack.err)
 	}
-	done := &step{sql: commit}
+	done := &stage{sql: commit}
 	s.link.steps(ctx, conn, done)
 	if done.err == nil && done.tag.String() != commit {
 		done.err = pgx.ErrTxCommitRollback

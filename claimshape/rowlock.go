@@ -17,8 +17,10 @@ type RowLockStatements struct {
 	table Table
 	link  Link
 
-	claim, limits, settle, settleAck, penalty, probe statement
+	claim, settle, settleAck, penalty, probe statement
 }
+
+var setRowLockLimits = newStatement("limits", "rowlock_limits.sql", Table{})
 
 // NewRowLockStatements renders the statements of a table.
 func NewRowLockStatements(t Table, l Link) *RowLockStatements {
@@ -30,7 +32,6 @@ func NewRowLockStatements(t Table, l Link) *RowLockStatements {
 	s := &RowLockStatements{
 		table: t, link: l,
 		claim:     newStatement("claim", file, t),
-		limits:    newStatement("limits", "rowlock_limits.sql", t),
 		settle:    newStatement("settle", "rowlock_settle.sql", t),
 		settleAck: newStatement("settle", "rowlock_settle_ack.sql", t),
 		penalty:   newStatement("penalty", "rowlock_penalty.sql", t),
@@ -61,7 +62,7 @@ func (s *RowLockStatements) Claim(ctx context.Context, conn *pgx.Conn, c RowLock
 	s.link.steps(ctx, conn, begin...)
 	if err := firstError(begin); s.link.mode == pgx.QueryExecModeCacheStatement && stalePlan(err) && !conn.IsClosed() {
 		restore(ctx, conn)
-		if err := errors.Join(conn.Deallocate(ctx, s.claim.name), conn.Deallocate(ctx, s.limits.name)); err != nil {
+		if err := errors.Join(conn.Deallocate(ctx, s.claim.name), conn.Deallocate(ctx, setRowLockLimits.name)); err != nil {
 			return Claimed{Err: err}
 		}
 		got, begin = s.begin(ctx, c)
@@ -71,15 +72,15 @@ func (s *RowLockStatements) Claim(ctx context.Context, conn *pgx.Conn, c RowLock
 }
 
 // begin are the steps of a claim, and where its rows will be.
-func (s *RowLockStatements) begin(ctx context.Context, c RowLockClaim) (*decoder, []*step) {
+func (s *RowLockStatements) begin(ctx context.Context, c RowLockClaim) (*decoder, []*stage) {
 	expect := min(c.Limit, maxRowsAhead)
 	d := &decoder{arena: newArena(expect), rows: make([]Row, 0, expect)}
 	dueAt, id := Floor{}.position()
 	lock := strconv.FormatInt(limitsOf(ctx).lock, 10)
 	idle := strconv.FormatInt(max(1, c.Idle.Milliseconds()), 10)
-	all := []*step{
+	all := []*stage{
 		{sql: s.link.begin()},
-		{call: call{statement: s.limits, params: []any{lock, idle}}},
+		{call: call{statement: setRowLockLimits, params: []any{lock, idle}}},
 		{call: call{
 			statement: s.claim, params: []any{c.Topic, c.Group, dueAt, id, int64(c.Limit), int64(maxClaimBytes)}, read: d.read,
 		}},
@@ -96,7 +97,7 @@ func (l Link) begin() string {
 }
 
 // begun is what a claim's steps led to. Without rows the transaction is ended at once: an idle subscription holds none.
-func (s *RowLockStatements) begun(ctx context.Context, conn *pgx.Conn, d *decoder, begin []*step) Claimed {
+func (s *RowLockStatements) begun(ctx context.Context, conn *pgx.Conn, d *decoder, begin []*stage) Claimed {
 	err := firstError(begin)
 	if err != nil || len(d.rows) == 0 {
 		restore(ctx, conn)
@@ -119,14 +120,14 @@ func (s *RowLockStatements) begun(ctx context.Context, conn *pgx.Conn, d *decode
 func (s *RowLockStatements) Settle(
 	ctx context.Context, conn *pgx.Conn, all []Settlement, dead *DeadLetters, next *RowLockClaim,
 ) (error, Claimed) {
-	var steps []*step
+	var steps []*stage
 	if c, ok := s.settlement(all, dead); ok {
-		steps = append(steps, &step{call: c})
+		steps = append(steps, &stage{call: c})
 	}
-	done := &step{sql: commit}
+	done := &stage{sql: commit}
 	steps = append(steps, done)
 	var got *decoder
-	var begin []*step
+	var begin []*stage
 	if next != nil {
 		got, begin = s.begin(ctx, *next)
 	}
@@ -182,8 +183,8 @@ func (s *RowLockStatements) Probe(ctx context.Context, conn *pgx.Conn, ids []int
 	return s.link.transaction(ctx, conn, call{statement: s.probe, params: []any{ids}, read: readIDs(there)})
 }
 
-// step is one statement of a pipeline with one Sync at its end: text without parameters, or a call.
-type step struct {
+// stage is one statement of a pipeline with one Sync at its end: text without parameters, or a call.
+type stage struct {
 	call
 	sql string // where the call's statement is empty
 
@@ -196,7 +197,7 @@ type step struct {
 // errSkipped is the error of a step behind one that failed.
 var errSkipped = errors.New("skipped")
 
-func firstError(all []*step) error {
+func firstError(all []*stage) error {
 	for _, s := range all {
 		if s.err != nil {
 			return s.err
@@ -206,7 +207,7 @@ func firstError(all []*step) error {
 }
 
 // steps sends statements in one round trip, or in the simple protocol one by one. What follows one that failed is skipped.
-func (l Link) steps(ctx context.Context, conn *pgx.Conn, all ...*step) {
+func (l Link) steps(ctx context.Context, conn *pgx.Conn, all ...*stage) {
 	if l.mode == pgx.QueryExecModeSimpleProtocol {
 		l.simpleSteps(ctx, conn, all)
 		return
@@ -243,14 +244,14 @@ func (l Link) steps(ctx context.Context, conn *pgx.Conn, all ...*step) {
 	}
 }
 
-func (s *step) traceable() call {
+func (s *stage) traceable() call {
 	if s.sql != "" {
 		return call{statement: statement{sql: s.sql}}
 	}
 	return s.call
 }
 
-func (l Link) prepareSteps(ctx context.Context, conn *pgx.Conn, all []*step) error {
+func (l Link) prepareSteps(ctx context.Context, conn *pgx.Conn, all []*stage) error {
 	if l.mode != pgx.QueryExecModeCacheStatement {
 		return nil
 	}
@@ -266,7 +267,7 @@ func (l Link) prepareSteps(ctx context.Context, conn *pgx.Conn, all []*step) err
 	return nil
 }
 
-func (s *step) send(p *pgconn.Pipeline) {
+func (s *stage) send(p *pgconn.Pipeline) {
 	if s.sql != "" {
 		p.SendQueryParams(s.sql, nil, nil, nil, nil)
 		return
@@ -280,7 +281,7 @@ func (s *step) send(p *pgconn.Pipeline) {
 	p.SendQueryParams(s.statement.sql, s.wire.values, s.wire.oids, binaryFormat, binaryFormat)
 }
 
-func (l Link) simpleSteps(ctx context.Context, conn *pgx.Conn, all []*step) {
+func (l Link) simpleSteps(ctx context.Context, conn *pgx.Conn, all []*stage) {
 	for i, s := range all {
 		if s.sql != "" {
 			var results []*pgconn.Result

@@ -39,7 +39,7 @@ func goldenTexts() map[string]string {
 	rowLock := NewRowLockStatements(Default(), Link{})
 	texts["rowlock_claim.sql"] = rowLock.claim.sql
 	texts["rowlock_claim_priority.sql"] = NewRowLockStatements(prioritised, Link{}).claim.sql
-	texts["rowlock_limits.sql"] = rowLock.limits.sql
+	texts["rowlock_limits.sql"] = setRowLockLimits.sql
 	texts["rowlock_settle.sql"] = rowLock.settle.sql
 	texts["rowlock_settle_ack.sql"] = rowLock.settleAck.sql
 	texts["rowlock_penalty.sql"] = rowLock.penalty.sql

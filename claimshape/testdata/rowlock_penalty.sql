@@ -1,0 +1,12 @@
+-- Penalty: a row ($1) whose batch was rolled back is due after $2 microseconds, and its attempt counts. Somebody who has
+-- it in work by now keeps it.
+-- Index: primary key. Locks: the row, never waits.
+WITH free AS MATERIALIZED (
+  SELECT q.id FROM "public"."pgmill_messages" AS q WHERE q.id = $1::bigint FOR UPDATE OF q SKIP LOCKED
+)
+UPDATE "public"."pgmill_messages" AS q
+   SET due_at = clock_timestamp() + $2::bigint * interval '1 microsecond',
+       attempt = LEAST(q.attempt, 9223372036854775806) + 1
+  FROM free
+ WHERE q.id = free.id
+RETURNING q.id
