@@ -109,6 +109,19 @@ func (l *lane) add(all []*delivery) {
 	}
 }
 
+// handed begins the MaxHold of a delivery that its reader has taken.
+func (l *lane) handed(d *delivery) {
+	if d.sub.config.MaxHold <= 0 {
+		return
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	d.handed = time.Now()
+	if at := d.expiry(); !l.watching || at.Before(l.watchAt) {
+		l.watchAtLocked(at)
+	}
+}
+
 // close ends the loop and waits for it. No subscription of the table is left. A settlement that was under way when its
 // subscription was forgotten is queued again by then: it ends here.
 func (l *lane) close() {

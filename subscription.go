@@ -213,6 +213,7 @@ func (s *subscription) handOver(all []*delivery) {
 		select {
 		case s.out <- d.msg:
 			s.log.Trace("Message handed over", d.fields())
+			s.lane.handed(d)
 			s.awaiting.Add(1)
 			go d.await()
 		case <-d.ctx.Done():
