@@ -94,8 +94,14 @@ func (l *lane) timeout() time.Duration {
 func (l *lane) add(all []*delivery) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if len(l.work) == 0 {
+		l.keeping = keeperHealth{} // of what is over
+	}
 	for _, d := range all {
 		l.work[d] = struct{}{}
+	}
+	if len(l.work) == len(all) {
+		l.forgetOutageLocked()
 	}
 	// A claim that was answered late has its extension due sooner than those before it, and so has one that finds the keeper
 	// asleep.
@@ -119,6 +125,14 @@ func (l *lane) handed(d *delivery) {
 	d.handed = time.Now()
 	if at := d.expiry(); !l.watching || at.Before(l.watchAt) {
 		l.watchAtLocked(at)
+	}
+}
+
+// forgetOutageLocked drops what the keeper noted while the server could not be reached: it had nothing left to extend, so it
+// has not tried since, and claims work again. What the server refused stands until it does not.
+func (l *lane) forgetOutageLocked() {
+	if !blamesRows(l.keeping.err) {
+		l.keeping = keeperHealth{}
 	}
 }
 
