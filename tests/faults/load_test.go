@@ -68,6 +68,10 @@ func TestThreeHundredSubscriptionsShareAPoolOfFour(t *testing.T) {
 		out, err := sub.Subscribe(t.Context(), topic)
 		require.NoError(t, err)
 		waits = append(waits, handle(out, func(msg *message.Message) {
+			var one int
+			if err := s.pool.QueryRow(msg.Context(), "SELECT 1").Scan(&one); err != nil {
+				t.Error(err)
+			}
 			done.add(msg.UUID)
 			msg.Ack()
 		}))
@@ -254,7 +258,7 @@ func soakChild() {
 	for i := range 5 {
 		consume(ctx, fmt.Sprint(i))
 	}
-	start, told := time.Now(), 0
+	start, told := time.Now(), time.Now()
 	for n := 0; time.Since(start) < d; n++ {
 		short, cancel := context.WithCancel(ctx)
 		consume(short, fmt.Sprint(n%5))
@@ -264,8 +268,8 @@ func soakChild() {
 			}
 		}
 		cancel()
-		if time.Since(start) > time.Duration(told+1)*d/20 {
-			told++
+		if time.Since(told) > min(d/soakSamples, 10*time.Second) {
+			told = time.Now()
 			fmt.Println(grown())
 		}
 	}
@@ -277,13 +281,17 @@ func soakChild() {
 	fmt.Println("closed")
 }
 
-// grown is how many goroutines there are and how much memory is in use, in KiB.
+// grown is how many goroutines there are, and how much memory is in use and how much is taken for it, in KiB.
 func grown() string {
 	runtime.GC()
+	runtime.GC() // what the first one has found to be free is swept
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
-	return fmt.Sprintf("%d %d", runtime.NumGoroutine(), m.HeapAlloc/1024)
+	return fmt.Sprintf("%d %d %d", runtime.NumGoroutine(), m.HeapAlloc/1024, m.HeapInuse/1024)
 }
+
+// soakSamples is how often a run tells what it has grown to, at least.
+const soakSamples = 20
 
 func TestSoakStaysFlat(t *testing.T) {
 	t.Parallel()
@@ -292,28 +300,52 @@ func TestSoakStaysFlat(t *testing.T) {
 	if testing.Short() {
 		d = 5 * time.Second
 	}
+	if long := laneLength("PGMILL_SOAK"); long > 0 {
+		d = long
+	}
 	db := pgtest.New(t)
 	child := pgtest.Child(t, "soak", "FAULTS_DSN="+db.DSN, "FAULTS_FOR="+d.String())
-	var goroutines, heap []int
+	var goroutines, alloc, inUse, conns []float64
 	for {
 		line := child.Line(t)
 		if line == "closed" {
 			break
 		}
-		var g, h int
-		_, err := fmt.Sscan(line, &g, &h)
+		var g, a, u float64
+		_, err := fmt.Sscan(line, &g, &a, &u)
 		require.NoError(t, err)
-		goroutines, heap = append(goroutines, g), append(heap, h)
-		require.LessOrEqual(t, db.QueryInt(t, connections), int64(6))
+		goroutines, alloc, inUse = append(goroutines, g), append(alloc, a), append(inUse, u)
+		conns = append(conns, float64(db.QueryInt(t, connections)))
 	}
 	require.Zero(t, child.Wait(t))
-	require.Greater(t, len(heap), 10)
-	early, late := len(heap)/2, len(heap)
-	require.LessOrEqual(t, slices.Min(goroutines[early:late]), slices.Max(goroutines[:early]), goroutines)
-	require.LessOrEqual(t, slices.Min(heap[early:late]), slices.Max(heap[:early])+1024, heap)
+	require.Greater(t, len(alloc), soakSamples/2)
+	requireFlat(t, "goroutines", goroutines, 10)
+	requireFlat(t, "KiB in use", alloc, 512)
+	requireFlat(t, "KiB taken", inUse, 2048)
+	requireFlat(t, "connections", conns, 2)
+	require.LessOrEqual(t, slices.Max(conns), 6.0)
 	require.Zero(t, db.QueryInt(t, rows+" WHERE locked_until IS NOT NULL"))
 	until(t, "no connection", func() bool { return db.QueryInt(t, connections) == 0 })
 	db.RequireIdle(t)
 	require.Zero(t, db.QueryInt(t, `SELECT count(*) FROM pg_locks
 		WHERE database = (SELECT oid FROM pg_database WHERE datname = current_database()) AND pid <> pg_backend_pid()`))
+}
+
+// requireFlat requires that what was measured at equal distances does not grow: the line that fits it best rises by no more
+// than that from one end to the other, once the first quarter has warmed everything up.
+func requireFlat(t *testing.T, what string, all []float64, most float64) {
+	t.Helper()
+	warm := all[len(all)/4:]
+	middle := float64(len(warm)-1) / 2
+	var mean, up, across float64
+	for _, y := range warm {
+		mean += y / float64(len(warm))
+	}
+	for i, y := range warm {
+		up += (float64(i) - middle) * (y - mean)
+		across += (float64(i) - middle) * (float64(i) - middle)
+	}
+	rise := up / across * float64(len(warm)-1)
+	require.LessOrEqual(t, rise, most, "%s: %v", what, all)
+	t.Logf("%s: %.0f on average, from the first to the last of %d samples %+.1f", what, mean, len(warm), rise)
 }

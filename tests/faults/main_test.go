@@ -16,6 +16,7 @@ func TestMain(m *testing.M) {
 	}
 	pgtest.RegisterChild("worker", workerChild)
 	pgtest.RegisterChild("cycles", cyclesChild)
+	pgtest.RegisterChild("chaos", chaosChild)
 	pgtest.RegisterChild("soak", soakChild)
 	pgtest.Main(m)
 }
