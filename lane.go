@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"sync"
 	"time"
@@ -524,10 +525,37 @@ func (l *lane) finish(p *settlement, outcome string, err error) {
 	p.delivery.finish(outcome, p.outcome, err)
 }
 
-// statement runs f on a connection of the pool, with the lane's own deadline: neither a message's context nor a
-// subscription's end may cut off a settlement.
+// statement runs f with the lane's own deadline: neither a message's context nor a subscription's end may cut off a
+// settlement.
 func (l *lane) statement(f func(ctx context.Context, conn *pgx.Conn) error) error {
 	ctx, cancel := context.WithTimeout(l.ctx, l.timeout())
 	defer cancel()
-	return l.client.withConn(ctx, transientTries, f)
+	conn, release, err := l.conn(ctx)
+	if err != nil {
+		return connectError{err}
+	}
+	defer release()
+	return retryTransient(ctx, conn, transientTries, f)
+}
+
+// conn is a connection of the pool. Where handlers have all of them and give none back for half of a statement's time, it is
+// one beside the pool, for one statement: handlers that wait for each other's connections must not lose their messages over
+// it, nor their acks.
+func (l *lane) conn(ctx context.Context) (conn *pgx.Conn, release func(), err error) {
+	pool := l.client.pool
+	inPool, cancel := context.WithTimeout(ctx, l.timeout()/2)
+	defer cancel()
+	pooled, err := pool.Acquire(inPool)
+	if err == nil {
+		return pooled.Conn(), pooled.Release, nil
+	}
+	if stat := pool.Stat(); ctx.Err() != nil || inPool.Err() == nil || stat.AcquiredConns() < stat.MaxConns() {
+		return nil, nil, err
+	}
+	conn, dialErr := dialer(pool)(ctx)
+	if dialErr != nil {
+		return nil, nil, fmt.Errorf("the pool's %d connections are all in use: %w; beside the pool: %w",
+			pool.Stat().MaxConns(), err, dialErr)
+	}
+	return conn, func() { _ = closeConn(conn) }, nil
 }

@@ -13,6 +13,7 @@ import (
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
@@ -49,6 +50,66 @@ func TestSmallPoolsMakeHandlersSlowerNeverDead(t *testing.T) {
 			require.NoError(t, sub.Close())
 			wait()
 			require.Zero(t, s.outcomes("lost"))
+			s.db.RequireIdle(t)
+		})
+	}
+}
+
+// The handlers hold all connections of the pool, each for longer than a lease, and wait for each other's.
+func TestHandlersThatHoldAllConnectionsForLongerThanALeaseRunOneAtATime(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FT5", "FT6", "FL3", "FL4")
+	for _, conns := range []int{1, 2, 4} {
+		t.Run(fmt.Sprint(conns), func(t *testing.T) {
+			t.Parallel()
+			const lease = time.Second
+			n := 4 * conns
+			if !testing.Short() {
+				n = 16 * conns
+			}
+			s := newSystem(t, lease, maxConns(int32(conns)))
+			s.publish(t, "orders", n)
+			out, sub := s.subscribe(t, "orders", pgmill.SubscriberConfig{Concurrency: 50, CloseTimeout: 5 * time.Second})
+			var mu sync.Mutex
+			running, twice := map[string]bool{}, map[string]bool{}
+			begin := func(uuid string) {
+				mu.Lock()
+				defer mu.Unlock()
+				twice[uuid] = twice[uuid] || running[uuid]
+				running[uuid] = true
+			}
+			end := func(uuid string) {
+				mu.Lock()
+				defer mu.Unlock()
+				running[uuid] = false
+			}
+			done := newLedger()
+			wait := handle(out, func(msg *message.Message) {
+				begin(msg.UUID)
+				defer end(msg.UUID)
+				err := pgx.BeginFunc(msg.Context(), s.pool, func(tx pgx.Tx) error {
+					_, err := tx.Exec(msg.Context(), "SELECT pg_sleep(1.2)")
+					return err
+				})
+				if err != nil && context.Cause(msg.Context()) != pgmill.ErrLeaseLost {
+					t.Error(err)
+				}
+				done.add(msg.UUID)
+				msg.Ack()
+			})
+			untilWithin(t, 2*deadline, "an empty queue", func() bool { return s.db.QueryInt(t, rows) == 0 })
+			require.NoError(t, sub.Close())
+			wait()
+			require.Equal(t, n, s.outcomes("acked"))
+			// On a machine that takes longer than a sixth of a lease to connect, a delivery is lost; it is reported, and
+			// nothing else is repeated.
+			lost, total := s.outcomes("lost"), 0
+			require.LessOrEqual(t, lost, n/4, s.log.errors())
+			for uuid, runs := range done.runs {
+				total += runs
+				require.False(t, twice[uuid], "%s ran twice at a time", uuid)
+			}
+			require.LessOrEqual(t, total, n+lost)
 			s.db.RequireIdle(t)
 		})
 	}
@@ -93,19 +154,41 @@ func TestThreeHundredSubscriptionsShareAPoolOfFour(t *testing.T) {
 	s.db.RequireIdle(t)
 }
 
-// cyclesChild subscribes and cancels a hundred times, in a process of its own because it counts goroutines.
+// cyclesChild subscribes and cancels, a hundred times and for FAULTS_FOR, in a process of its own because it counts
+// goroutines. Meanwhile others use the same pool: no cancel may reach them.
 func cyclesChild() {
+	d, err := time.ParseDuration(os.Getenv("FAULTS_FOR"))
+	if err != nil {
+		log.Fatal(err)
+	}
 	ctx := context.Background()
 	pool, err := pgxpool.New(ctx, os.Getenv("FAULTS_DSN")+"&pool_max_conns=5")
 	if err != nil {
 		log.Fatal(err)
 	}
 	logged := &lines{}
+	var users sync.WaitGroup
+	quit, hit := make(chan struct{}), newLedger()
+	for range 2 {
+		users.Go(func() {
+			for {
+				select {
+				case <-quit:
+					return
+				default:
+				}
+				if _, err := pool.Exec(ctx, "SELECT pg_sleep(0.001)"); err != nil {
+					hit.add(err.Error())
+				}
+			}
+		})
+	}
 	sub, err := pgmill.NewSubscriber(pool, pgmill.SubscriberConfig{CloseTimeout: -1}, logged)
 	if err != nil {
 		log.Fatal(err)
 	}
-	for n := range 100 {
+	start := time.Now()
+	for n := 0; n < 100 || time.Since(start) < d; n++ {
 		ctx, cancel := context.WithCancel(ctx)
 		out, err := sub.Subscribe(ctx, "orders")
 		if err != nil {
@@ -118,7 +201,10 @@ func cyclesChild() {
 		for range out {
 		}
 	}
-	fmt.Println("spurious", len(logged.of("57014"))+len(logged.of("Claim failed")))
+	fmt.Println("cycled")
+	close(quit)
+	users.Wait()
+	fmt.Println("spurious", len(logged.of("57014"))+len(logged.of("Claim failed"))+hit.len())
 	fmt.Println("acquired", pool.Stat().AcquiredConns())
 	var conns int
 	if err := pool.QueryRow(ctx, connections).Scan(&conns); err != nil {
@@ -135,7 +221,17 @@ func TestAHundredSubscriptionsThatAreCancelledLeaveNothing(t *testing.T) {
 	s := newSystem(t, 0)
 	s.publish(t, "orders", 50)
 	s.pool.Close()
-	child := pgtest.Child(t, "cycles", "FAULTS_DSN="+s.db.DSN)
+	d := 2 * time.Second
+	if !testing.Short() {
+		d = time.Minute
+	}
+	child := pgtest.Child(t, "cycles", "FAULTS_DSN="+s.db.DSN, "FAULTS_FOR="+d.String())
+	most := int64(0)
+	for end := time.Now().Add(d); time.Now().Before(end); pause(t.Context(), 10*time.Millisecond) {
+		most = max(most, s.db.QueryInt(t, connections))
+	}
+	require.LessOrEqual(t, most, int64(5+1), "connections at a time")
+	require.Equal(t, "cycled", child.Line(t))
 	require.Equal(t, "spurious 0", child.Line(t))
 	require.Equal(t, "acquired 0", child.Line(t))
 	require.Equal(t, "others 0", child.Line(t), "connections beside the pool's")
