@@ -167,7 +167,7 @@ func TestKillsAndStormsUnderLoadLoseNothingAndNeverOverlap(t *testing.T) {
 		}
 	}
 	for _, uuid := range load.stored {
-		require.Contains(t, runs, uuid, "lost")
+		require.NotEmpty(t, runs[uuid], "%s is lost", uuid)
 		last := runs[uuid][len(runs[uuid])-1]
 		require.Equal(t, "ack", last.end, "%s is gone, and its last run was %+v", uuid, last)
 	}
