@@ -30,6 +30,7 @@ const (
 	// cost the leases.
 	laneTimeoutMax = 10 * time.Second
 	laneTimeoutMin = 100 * time.Millisecond
+	statementMin   = 20 * time.Millisecond
 
 	// A statement that lost against a concurrent one is sent again at once this often before it waits like any other.
 	transientTries = 3
@@ -96,13 +97,10 @@ func (l *lane) add(all []*delivery) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if len(l.work) == 0 {
-		l.keeping = keeperHealth{} // of what is over
+		l.keeping = keeperHealth{} // a keeper that has lost all it had does not try again
 	}
 	for _, d := range all {
 		l.work[d] = struct{}{}
-	}
-	if len(l.work) == len(all) {
-		l.forgetOutageLocked()
 	}
 	// A claim that was answered late has its extension due sooner than those before it, and so has one that finds the keeper
 	// asleep.
@@ -126,14 +124,6 @@ func (l *lane) handed(d *delivery) {
 	d.handed = time.Now()
 	if at := d.expiry(); !l.watching || at.Before(l.watchAt) {
 		l.watchAtLocked(at)
-	}
-}
-
-// forgetOutageLocked drops what the keeper noted while the server could not be reached: it had nothing left to extend, so it
-// has not tried since, and claims work again. What the server refused stands until it does not.
-func (l *lane) forgetOutageLocked() {
-	if !blamesRows(l.keeping.err) {
-		l.keeping = keeperHealth{}
 	}
 }
 
@@ -528,6 +518,11 @@ func (l *lane) finish(p *settlement, outcome string, err error) {
 // statement runs f with the lane's own deadline: neither a message's context nor a subscription's end may cut off a
 // settlement.
 func (l *lane) statement(f func(ctx context.Context, conn *pgx.Conn) error) error {
+	return l.statementWithin(l.timeout(), f)
+}
+
+// statementWithin gives f less than the deadline, which is for the connection then.
+func (l *lane) statementWithin(limit time.Duration, f func(ctx context.Context, conn *pgx.Conn) error) error {
 	ctx, cancel := context.WithTimeout(l.ctx, l.timeout())
 	defer cancel()
 	conn, release, err := l.conn(ctx)
@@ -535,6 +530,8 @@ func (l *lane) statement(f func(ctx context.Context, conn *pgx.Conn) error) erro
 		return connectError{err}
 	}
 	defer release()
+	ctx, cancelStatement := context.WithTimeout(ctx, max(limit, statementMin))
+	defer cancelStatement()
 	return retryTransient(ctx, conn, transientTries, f)
 }
 
