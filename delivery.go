@@ -2,6 +2,8 @@ package pgmill
 
 import (
 	"context"
+	"fmt"
+	"runtime/debug"
 	"sync/atomic"
 	"time"
 
@@ -119,11 +121,24 @@ func (d *delivery) fields() watermill.LogFields {
 	return watermill.LogFields{"message_uuid": d.row.UUID, "id": d.row.ID, "attempt": d.row.Attempt}
 }
 
-// decode makes the message.
-func (d *delivery) decode() error {
+// decode makes the message. A Marshaler that panics has not made one: nobody else would recover it here, and the process
+// would end again each time the row comes back.
+func (d *delivery) decode() (err error) {
+	defer func() {
+		if v := recover(); v != nil {
+			err = &unmarshalPanic{value: v, stack: debug.Stack()}
+		}
+	}()
 	d.msg = message.NewMessageWithContext(d.ctx, d.row.UUID, nil)
 	return d.sub.queue.marshaler.Unmarshal(&d.row, d.msg)
 }
+
+type unmarshalPanic struct {
+	value any
+	stack []byte
+}
+
+func (p *unmarshalPanic) Error() string { return fmt.Sprintf("panic: %v", p.value) }
 
 // await ends the delivery as the handler says, unless it ends otherwise before: a lost lease, or the end of the drain.
 func (d *delivery) await() {
