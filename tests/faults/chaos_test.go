@@ -174,7 +174,9 @@ func TestKillsAndStormsUnderLoadLoseNothingAndNeverOverlap(t *testing.T) {
 	t.Logf("%v: %d killed, %d storms, %d frozen; %d stored, %d unknown; runs: %d acked, %d nacked, %d told of a lost lease, "+
 		"%d cut off by a kill", length, c.kills, c.storms, c.frozen, len(load.stored), len(load.unsure),
 		ends["ack"], ends["nack"], ends["told"], ends[""])
-	require.Positive(t, ends[""], "killed in the middle of their work")
+	if !testing.Short() {
+		require.Positive(t, ends[""], "killed in the middle of their work")
+	}
 }
 
 // chaos is what is done to a system from outside.
