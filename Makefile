@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full bench lint clean build withpg
+.PHONY: help demo test test-full chaos soak bench lint clean build withpg
 
 # Only where there is Docker and no obvious server is the withpg used that can start one in Docker: it needs more modules.
 WITHPG_MODULE := $(shell if { [ -S /var/run/docker.sock ] || [ -n "$${DOCKER_HOST-}" ]; } && \
@@ -25,6 +25,19 @@ test: build ## run every test of every module, each in its short form
 
 test-full: build ## run every test in full with -race, the stress variant and pgx's other exec modes (long; needs a C compiler)
 	$(WITHPG) tools/test full
+
+# Of each outage. The storm of kills lasts three times as long, beside the outages.
+OUTAGE ?= 2m
+chaos: export PGMILL_CHAOS := $(OUTAGE)
+chaos: export CGO_ENABLED := 0
+chaos: build ## five outages of the server of OUTAGE (2m) each under load, and processes and sessions killed and frozen
+	$(WITHPG) tools/test chaos
+
+SOAK ?= 30m
+soak: export PGMILL_SOAK := $(SOAK)
+soak: export CGO_ENABLED := 0
+soak: build ## one process at work for SOAK (30m): goroutines, memory and connections stay flat
+	$(WITHPG) tools/test soak
 
 bench: withpg ## run the benchmarks of every module
 	$(WITHPG) tools/modules go test -run '^$$' -bench . -benchmem ./...

@@ -78,10 +78,11 @@ func TestOpenNamesEveryBadValue(t *testing.T) {
 func TestNewSubscriberNamesEveryBadValue(t *testing.T) {
 	t.Parallel()
 	pool := lazyPool(t)
-	_, err := NewSubscriber(pool, SubscriberConfig{Concurrency: -1, PollInterval: -time.Second}, nil)
+	_, err := NewSubscriber(pool, SubscriberConfig{Concurrency: -1, PollInterval: -time.Second, MaxHold: -time.Minute}, nil)
 	require.ErrorContains(t, err, "new subscriber: ")
 	require.ErrorContains(t, err, "SubscriberConfig.Concurrency -1")
 	require.ErrorContains(t, err, "SubscriberConfig.PollInterval -1s")
+	require.ErrorContains(t, err, "SubscriberConfig.MaxHold -1m0s: negative")
 	_, err = NewSubscriber(pool, SubscriberConfig{Concurrency: 10_001}, nil)
 	require.ErrorContains(t, err, "SubscriberConfig.Concurrency 10001: not between 1 and 10000")
 }

@@ -2,6 +2,8 @@ package pgmill
 
 import (
 	"context"
+	"fmt"
+	"runtime/debug"
 	"sync/atomic"
 	"time"
 
@@ -66,23 +68,31 @@ type delivery struct {
 	held  claimshape.Held
 	base  time.Time // our clock at the moment that token counts from, or a little before
 	until time.Time // when the lease ends, or a little before
+
+	handed time.Time // to the reader; zero before
 }
 
 // expiry is when a delivery that is not decided is given up: ahead of the end of its lease, or at MaxHold.
 func (d *delivery) expiry() time.Time {
 	at := d.until.Add(-d.sub.queue.table.Lease / expiryMargin)
-	if d.sub.config.MaxHold > 0 && d.heldUntil().Before(at) {
-		return d.heldUntil()
+	if until := d.heldUntil(); !until.IsZero() && until.Before(at) {
+		return until
 	}
 	return at
 }
 
-// heldUntil is the end of MaxHold; there may be none.
-func (d *delivery) heldUntil() time.Time { return d.base.Add(d.sub.config.MaxHold) }
+// heldUntil is the end of MaxHold, or zero: there is none, or it has not begun because the message waits for its reader.
+func (d *delivery) heldUntil() time.Time {
+	if d.sub.config.MaxHold <= 0 || d.handed.IsZero() {
+		return time.Time{}
+	}
+	return d.handed.Add(d.sub.config.MaxHold)
+}
 
 // heldTooLong says that MaxHold is over.
 func (d *delivery) heldTooLong(now time.Time) bool {
-	return d.sub.config.MaxHold > 0 && !now.Before(d.heldUntil())
+	until := d.heldUntil()
+	return !until.IsZero() && !now.Before(until)
 }
 
 func newDelivery(s *subscription, row claimshape.Row, claimed time.Time) *delivery {
@@ -116,11 +126,24 @@ func (d *delivery) fields() watermill.LogFields {
 	return watermill.LogFields{"message_uuid": d.row.UUID, "id": d.row.ID, "attempt": d.row.Attempt}
 }
 
-// decode makes the message.
-func (d *delivery) decode() error {
+// decode makes the message. A Marshaler that panics has not made one: nobody else would recover it here, and the process
+// would end again each time the row comes back.
+func (d *delivery) decode() (err error) {
+	defer func() {
+		if v := recover(); v != nil {
+			err = &unmarshalPanic{value: v, stack: debug.Stack()}
+		}
+	}()
 	d.msg = message.NewMessageWithContext(d.ctx, d.row.UUID, nil)
 	return d.sub.queue.marshaler.Unmarshal(&d.row, d.msg)
 }
+
+type unmarshalPanic struct {
+	value any
+	stack []byte
+}
+
+func (p *unmarshalPanic) Error() string { return fmt.Sprintf("panic: %v", p.value) }
 
 // await ends the delivery as the handler says, unless it ends otherwise before: a lost lease, or the end of the drain.
 func (d *delivery) await() {

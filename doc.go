@@ -35,6 +35,6 @@
 //
 // A statement takes a connection of the pool for its own length: a claim, a settlement, an extension of leases, an insert.
 // None is held while handlers run. Per subscription there is at most one at a time for claims, per route and process one
-// for settlements and leases. With ListenNotify the client has one more connection for as long as it is open, beside the
-// pool's MaxConns.
+// for settlements and leases; where handlers keep the whole pool for a sixth of a lease, that one is made beside it, for one
+// statement. With ListenNotify the client has one more connection for as long as it is open, beside the pool's MaxConns.
 package pgmill

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -264,6 +265,82 @@ func TestCloseReleasesWhatIsInWork(t *testing.T) {
 			}
 		})
 	}
+}
+
+// FL14: the way back of a row is the same for ids and attempts of any size.
+func TestRowsOfAnySizeAreDeliveredSettledAndReleased(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FL14", "FC7", "FD1")
+	const maxInt8 = 9223372036854775807
+	r := newLaneRig(t, 30*time.Second)
+	r.publish(t, "none", 1) // makes the table
+	r.exec(t, "TRUNCATE public.pgmill_messages")
+	wild := []string{
+		"due_at = '-infinity'", "due_at = '4713-01-01 BC'", "locked_until = '-infinity'", "created_at = 'infinity'",
+		"created_at = '-infinity'", "attempt = -5", "attempt = 0", "attempt = 9223372036854775807", "attempt = 9223372036854775806",
+		"attempt = -9223372036854775808", "attempt = 2147483647", "uuid = repeat('u', 1000)",
+	}
+	ids := []int64{1, 1<<31 - 1, 1 << 31, 1 << 40, maxInt8 - 1, maxInt8}
+	n := 0
+	for _, set := range append(wild, make([]string, len(ids))...) {
+		id := int64(1000 + n)
+		column, value, given := strings.Cut(set, " = ")
+		if !given {
+			id, column, value = ids[n-len(wild)], "attempt", "1"
+		}
+		r.exec(t, fmt.Sprintf("INSERT INTO public.pgmill_messages (id, topic, %s) VALUES (%d, 'orders', %s)", column, id, value))
+		n++
+	}
+	attempts := func() (all map[int64]int64) {
+		rows, err := r.sql.Query(t.Context(), "SELECT id, attempt FROM public.pgmill_messages")
+		require.NoError(t, err)
+		all = map[int64]int64{}
+		for rows.Next() {
+			var id, attempt int64
+			require.NoError(t, rows.Scan(&id, &attempt))
+			all[id] = attempt
+		}
+		require.NoError(t, rows.Err())
+		return all
+	}
+	before := attempts()
+	require.Len(t, before, n)
+	sub, err := r.client.NewSubscriber(SubscriberConfig{Concurrency: n, CloseTimeout: -1})
+	require.NoError(t, err)
+	out, err := sub.Subscribe(t.Context(), "orders")
+	require.NoError(t, err)
+	for _, msg := range laneReceiveN(t, out, n) {
+		d := deliveryOf(t, msg)
+		require.Equal(t, before[d.ID], d.Attempt)
+	}
+	l := r.lane()
+	l.mu.Lock()
+	l.extends = time.Now()
+	l.kickLocked()
+	l.mu.Unlock()
+	require.NoError(t, sub.Close())
+	require.Equal(t, n, r.count(t, "locked_until IS NULL AND due_at <= clock_timestamp()"), "free at once")
+	for id, attempt := range attempts() {
+		switch want := before[id]; want {
+		case maxInt8: // it could not be counted up
+			require.Equal(t, want-1, attempt, id)
+		default:
+			require.Equal(t, max(want, 0), attempt, id)
+		}
+	}
+	require.Equal(t, map[string]int{"released": n}, r.tally())
+
+	again, _ := r.subscribe(t, "orders", SubscriberConfig{Concurrency: n})
+	for i, msg := range laneReceiveN(t, again, n) {
+		if i%2 == 0 {
+			require.True(t, msg.Ack())
+		} else {
+			require.True(t, msg.Nack())
+		}
+	}
+	laneUntil(t, "all ends", func() bool { return r.tally()["acked"] == n/2 && r.tally()["retried"] == n/2 })
+	require.Equal(t, n/2, r.count(t, "locked_until IS NULL AND due_at - clock_timestamp() < interval '1 min'"))
+	require.Len(t, r.log.errors(), n, "those of the drain")
 }
 
 func TestAReleaseWakesOtherSubscriptions(t *testing.T) {

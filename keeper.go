@@ -3,7 +3,7 @@ package pgmill
 import (
 	"context"
 	"errors"
-	"fmt"
+	"slices"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -27,6 +27,21 @@ const (
 	keeperPauseMax = time.Second
 )
 
+// One row's trigger may take for ever. It is looked for by halving: ten statements for a thousand rows, each with this part of
+// a third of a lease, so that the other rows are extended in time.
+const partsOfSlow = 10
+
+// extensions are deliveries to extend, what each is held by, and the token that it will have.
+type extensions struct {
+	of   []*delivery
+	held []claimshape.Held
+	to   []claimshape.Time
+}
+
+func (e extensions) part(from, to int) extensions {
+	return extensions{e.of[from:to], e.held[from:to], e.to[from:to]}
+}
+
 // keeperHealth is what the keeper notes for Health; the lane's lock guards it.
 type keeperHealth struct {
 	err   error
@@ -36,25 +51,31 @@ type keeperHealth struct {
 // extend moves the leases of all deliveries in work forward, in one statement. The new token is the old one plus a step
 // that both sides know, so that a lost answer leaves no doubt about what the row may carry.
 func (l *lane) extend() {
-	batch, held, to := l.extensions(time.Now())
-	if len(batch) == 0 {
-		return
+	if e := l.extensions(time.Now()); len(e.of) > 0 {
+		l.kept(l.extendRows(e, l.timeout()/2))
 	}
-	l.kept(l.extendRows(batch, held, to))
 }
 
-// extendRows extends what it can. If the server refused the statement, one row may be to blame, so the halves are tried
-// by themselves; the one that is left is told by the watch.
-func (l *lane) extendRows(batch []*delivery, held []claimshape.Held, to []claimshape.Time) error {
-	var extended map[int64]bool
-	err := l.keeperStatement(func(ctx context.Context, conn *pgx.Conn) error {
-		extended = make(map[int64]bool, len(batch))
-		return l.queue.lease.Extend(ctx, conn, held, to, func(id int64) { extended[id] = true })
-	})
-	if n := len(batch) / 2; n > 0 && (blamesRows(err) || claimshape.TimedOut(err)) {
-		return errors.Join(l.extendRows(batch[:n], held[:n], to[:n]), l.extendRows(batch[n:], held[n:], to[n:]))
+// extendRows extends what it can. If the server refused the statement, or it took too long, one row may be to blame, so the
+// halves are tried by themselves; the one that is left is told by the watch. It is looked for in time for the others.
+func (l *lane) extendRows(e extensions, limit time.Duration) error {
+	if l.tooLate(e) {
+		l.extended(e, nil, connectError{errNotExtended})
+		return errNotExtended
 	}
-	if refused := l.extended(batch, held, extended, err); len(refused) > 0 {
+	var extended map[int64]bool
+	err := l.statementWithin(limit, func(ctx context.Context, conn *pgx.Conn) error {
+		extended = make(map[int64]bool, len(e.of))
+		return l.queue.lease.Extend(ctx, conn, e.held, e.to, func(id int64) { extended[id] = true })
+	})
+	slow := claimshape.TimedOut(err)
+	if n := len(e.of) / 2; n > 0 && (blamesRows(err) || slow) {
+		if slow {
+			limit = l.timeout() / partsOfSlow
+		}
+		return errors.Join(l.extendRows(e.part(0, n), limit), l.extendRows(e.part(n, len(e.of)), limit))
+	}
+	if refused := l.extended(e, extended, err); len(refused) > 0 {
 		l.lookAfterExtend(refused)
 	}
 	return err
@@ -85,35 +106,10 @@ func (l *lane) kept(err error) {
 	}
 }
 
-// keeperStatement runs f on a connection of the pool. Where handlers have all of them and give none back for a sixth of
-// a lease, it makes one beside the pool, for this statement: handlers that wait for each other's connections must not
-// lose their messages over it.
-func (l *lane) keeperStatement(f func(ctx context.Context, conn *pgx.Conn) error) error {
-	ctx, cancel := context.WithTimeout(l.ctx, l.timeout())
-	defer cancel()
-	inPool, cancelInPool := context.WithTimeout(ctx, l.timeout()/2)
-	defer cancelInPool()
-	pooled, err := l.client.pool.Acquire(inPool)
-	if err == nil {
-		defer pooled.Release()
-		return retryTransient(ctx, pooled.Conn(), transientTries, f)
-	}
-	if stat := l.client.pool.Stat(); ctx.Err() != nil || inPool.Err() == nil || stat.AcquiredConns() < stat.MaxConns() {
-		return connectError{err}
-	}
-	conn, dialErr := dialer(l.client.pool)(ctx)
-	if dialErr != nil {
-		return connectError{fmt.Errorf("the pool's %d connections are all in use: %w; beside the pool: %w",
-			l.client.pool.Stat().MaxConns(), err, dialErr)}
-	}
-	defer closeConn(conn)
-	return retryTransient(ctx, conn, transientTries, f)
-}
-
-// extensions are the deliveries to extend, and the token each will have. From here to the answer a settlement names
-// both tokens. Where the last answer was lost, the same extension is sent again: a row never has more than two tokens
+// extensions are the deliveries to extend, and the token each will have. From here to the answer a settlement names both
+// tokens. Where the last answer was lost, the same extension is sent again: a row never has more than two tokens
 // that it may carry.
-func (l *lane) extensions(now time.Time) (batch []*delivery, held []claimshape.Held, to []claimshape.Time) {
+func (l *lane) extensions(now time.Time) (e extensions) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for d := range l.work {
@@ -124,27 +120,35 @@ func (l *lane) extensions(now time.Time) (batch []*delivery, held []claimshape.H
 		if next == d.held.Token {
 			next = d.row.Token().Add(now.Sub(d.base))
 		}
-		batch, held, to = append(batch, d), append(held, d.held), append(to, next)
+		e.of, e.held, e.to = append(e.of, d), append(e.held, d.held), append(e.to, next)
 		d.held.Token2 = next
 	}
-	return batch, held, to
+	return e
 }
 
-// extended notes the answers and returns the deliveries that were refused. was is what each was held by before.
-func (l *lane) extended(batch []*delivery, was []claimshape.Held, ids map[int64]bool, err error) []*delivery {
+// tooLate says that all these leases ended while others were tried: there is nothing to extend.
+func (l *lane) tooLate(e extensions) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	now := time.Now()
+	return !slices.ContainsFunc(e.of, func(d *delivery) bool { return now.Before(d.until) })
+}
+
+// extended notes the answers and returns the deliveries that were refused.
+func (l *lane) extended(e extensions, ids map[int64]bool, err error) []*delivery {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	var refused []*delivery
-	for i, d := range batch {
+	for i, d := range e.of {
 		switch {
 		case err == nil && ids[d.row.ID]:
 			d.held.Token = d.held.Token2
 			d.until = d.base.Add(d.row.Token().Until(d.held.Token) + l.queue.table.Lease)
 		case err == nil:
-			d.held = was[i]
+			d.held = e.held[i]
 			refused = append(refused, d)
 		case claimshape.Refused(err):
-			d.held = was[i]
+			d.held = e.held[i]
 		}
 	}
 	return refused
@@ -160,7 +164,7 @@ func (l *lane) lookAfterExtend(refused []*delivery) {
 	}
 	l.mu.Unlock()
 	busy := map[int64]bool{}
-	err := l.keeperStatement(func(ctx context.Context, conn *pgx.Conn) error {
+	err := l.statement(func(ctx context.Context, conn *pgx.Conn) error {
 		clear(busy)
 		return l.queue.lease.Look(ctx, conn, held, func(id int64, held bool) { busy[id] = held })
 	})

@@ -3,10 +3,13 @@ package pgmill
 import (
 	"context"
 	"fmt"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -50,29 +53,27 @@ func TestHandlerOfFiveLeasesRunsOnce(t *testing.T) {
 func TestClaimedRowsThatWaitInAnUnreadChannelKeepTheirLeases(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "FL4")
-	r := newLaneRig(t, 500*time.Millisecond)
-	other := openLaneRig(t, r.db, r.db.Pool(t), 500*time.Millisecond)
-	r.publish(t, "orders", 20)
-	out, _ := r.subscribe(t, "orders", SubscriberConfig{Concurrency: 20})
-	laneUntil(t, "the claim", func() bool { return r.count(t, "locked_until IS NOT NULL") == 20 })
-	theirs, _ := other.subscribe(t, "orders", SubscriberConfig{Concurrency: 20})
+	const lease, n = 500 * time.Millisecond, 10
+	r := newLaneRig(t, lease)
+	other := openLaneRig(t, r.db, r.db.Pool(t), lease)
+	r.publish(t, "orders", n)
+	out, _ := r.subscribe(t, "orders", SubscriberConfig{Concurrency: n})
+	laneUntil(t, "the claim", func() bool { return r.count(t, "locked_until IS NOT NULL") == n })
+	theirs, _ := other.subscribe(t, "orders", SubscriberConfig{Concurrency: n})
 	start := time.Now()
-	for _, msg := range laneReceiveN(t, out, 4) {
-		next := time.NewTimer(500 * time.Millisecond)
+	for range n {
+		next := time.NewTimer(lease / 2)
 		select {
 		case second := <-theirs:
 			require.Fail(t, "delivered twice", second.UUID)
 		case <-next.C:
 		}
-		require.True(t, msg.Ack())
-	}
-	require.Greater(t, time.Since(start), 2*time.Second)
-	for range 16 {
 		require.True(t, laneReceive(t, out).Ack())
 	}
+	require.Greater(t, time.Since(start), 4*lease)
 	laneUntil(t, "all acks", func() bool { return r.count(t, "true") == 0 })
-	laneUntil(t, "all ends", func() bool { return r.tally()["acked"] == 20 })
-	require.Equal(t, map[string]int{"acked": 20}, r.tally())
+	laneUntil(t, "all ends", func() bool { return r.tally()["acked"] == n })
+	require.Equal(t, map[string]int{"acked": n}, r.tally())
 	require.Empty(t, other.tally())
 }
 
@@ -284,4 +285,151 @@ func TestClaimThatWaitsForAConnectionHasItsWholeLease(t *testing.T) {
 	require.True(t, msg.Ack())
 	laneUntil(t, "the ack", func() bool { return r.tally()["acked"] == 1 })
 	require.Empty(t, r.log.errors())
+}
+
+// Handlers that wait for each other's connections give none back: the keeper makes one of its own, for its statement.
+func TestKeeperExtendsBesideAPoolThatHandlersHold(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FT5", "FT6", "FL3")
+	const lease = time.Second
+	for _, conns := range []int{1, 2} {
+		t.Run(fmt.Sprint(conns), func(t *testing.T) {
+			t.Parallel()
+			db := pgtest.New(t)
+			var dialed atomic.Int64
+			r := openLaneRig(t, db, db.Pool(t, func(c *pgxpool.Config) {
+				c.MaxConns = int32(conns)
+				c.ConnConfig.RuntimeParams["application_name"] = "held"
+				c.BeforeConnect = func(context.Context, *pgx.ConnConfig) error {
+					dialed.Add(1)
+					return nil
+				}
+			}), lease)
+			other := openLaneRig(t, db, db.Pool(t), lease)
+			r.publish(t, "orders", conns)
+			out, _ := r.subscribe(t, "orders", SubscriberConfig{Concurrency: conns})
+			msgs := laneReceiveN(t, out, conns)
+			txs := make([]pgx.Tx, conns)
+			for i := range txs {
+				tx, err := r.pool.Begin(t.Context())
+				require.NoError(t, err)
+				defer tx.Rollback(context.Background())
+				txs[i] = tx
+			}
+			before := dialed.Load()
+			theirs, _ := other.subscribe(t, "orders", SubscriberConfig{})
+			work := time.NewTimer(3 * lease)
+			defer work.Stop()
+			select {
+			case <-work.C:
+			case second := <-theirs:
+				require.Fail(t, "delivered twice", second.UUID)
+			case <-msgs[0].Context().Done():
+				require.Fail(t, "context ended", context.Cause(msgs[0].Context()))
+			}
+			require.GreaterOrEqual(t, dialed.Load()-before, int64(5), "a connection for each turn")
+			for i, tx := range txs {
+				require.NoError(t, tx.Commit(t.Context()))
+				require.True(t, msgs[i].Ack())
+			}
+			requireAllAcked(t, r, conns)
+			require.Empty(t, r.log.errors())
+			require.Empty(t, other.tally())
+			laneUntil(t, "the end of the keeper's connections", func() bool {
+				return db.QueryInt(t, "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'held'") <= int64(conns)
+			})
+			db.RequireIdle(t)
+		})
+	}
+}
+
+// refuseExtensions makes the server refuse to extend the leases of rows for which a condition on OLD holds.
+func (r *laneRig) refuseExtensions(t *testing.T, of, action string) {
+	t.Helper()
+	r.exec(t, fmt.Sprintf(`CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN %s; RETURN NEW; END $$`, action))
+	r.exec(t, fmt.Sprintf(`CREATE TRIGGER refuse BEFORE UPDATE ON public.pgmill_messages FOR EACH ROW
+		WHEN (OLD.locked_until > clock_timestamp() AND NEW.locked_until > OLD.locked_until AND %s) EXECUTE FUNCTION refuse()`, of))
+}
+
+func TestKeeperThatFailsSaysSoOnceAndRecovers(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FS11", "FL3")
+	const lease = 3 * time.Second
+	r := newLaneRig(t, lease)
+	r.publish(t, "orders", 5)
+	out, _ := r.subscribe(t, "orders", SubscriberConfig{Concurrency: 5})
+	msgs := laneReceiveN(t, out, 5)
+	r.exec(t, "CREATE SEQUENCE tries")
+	r.refuseExtensions(t, "true", "PERFORM nextval('tries'); RAISE 'not today' USING ERRCODE = '53100'") // disk full
+	require.NoError(t, r.client.Health().LeaseError)
+	start := time.Now()
+	laneUntil(t, "the failure", func() bool { return r.client.Health().LeaseError != nil })
+	require.ErrorContains(t, r.client.Health().LeaseError, "table public.pgmill_messages: extend: ")
+	require.ErrorContains(t, r.client.Health().LeaseError, "not today")
+	require.NoError(t, r.client.Health().Err(), "not for long yet")
+	require.Less(t, time.Since(start), 2*lease/3)
+	failed := time.Now()
+	laneUntil(t, "two tries more", func() bool { return r.db.QueryInt(t, "SELECT last_value FROM tries") >= 3 })
+	require.Less(t, time.Since(failed), lease/3, "sooner than the next turn")
+	r.exec(t, "DROP TRIGGER refuse ON public.pgmill_messages")
+	laneUntil(t, "the recovery", func() bool { return r.client.Health().LeaseError == nil })
+	work := time.NewTimer(lease / 2)
+	defer work.Stop()
+	<-work.C
+	for _, msg := range msgs {
+		require.NoError(t, msg.Context().Err())
+		require.True(t, msg.Ack())
+	}
+	requireAllAcked(t, r, 5)
+	require.Len(t, r.log.errors(), 1)
+	require.Contains(t, r.log.errors()[0], "Leases could not be extended and will be tried again")
+	require.Equal(t, 1, r.log.times("info Leases are extended again"))
+}
+
+// times says how many lines begin with some text.
+func (l *laneLog) times(prefix string) (n int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, line := range l.lines {
+		if strings.HasPrefix(line, prefix) {
+			n++
+		}
+	}
+	return n
+}
+
+func TestRowWhoseExtensionIsRefusedCostsNoOtherItsLease(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FL3", "FC7")
+	const lease, n = 3 * time.Second, 20
+	for name, action := range map[string]string{
+		"refused": "RAISE 'not seven'",
+		"slow":    "PERFORM pg_sleep(60)",
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newLaneRig(t, lease)
+			r.publish(t, "orders", n)
+			out, _ := r.subscribe(t, "orders", SubscriberConfig{Concurrency: n})
+			msgs := laneReceiveN(t, out, n)
+			r.refuseExtensions(t, "OLD.uuid = 'orders-7'", action)
+			bad := msgs[7]
+			require.Equal(t, "orders-7", bad.UUID)
+			laneEnd(t, "the end of the context", bad.Context().Done())
+			require.ErrorIs(t, context.Cause(bad.Context()), ErrLeaseLost)
+			require.Positive(t, r.leaseLeft(t, deliveryOf(t, bad).ID), "the handler is told before the lease ends")
+			r.exec(t, "DROP TRIGGER refuse ON public.pgmill_messages")
+			again := laneReceive(t, out) // nothing else comes
+			require.Equal(t, "orders-7", again.UUID)
+			require.EqualValues(t, 2, deliveryOf(t, again).Attempt)
+			msgs[7] = again
+			for _, msg := range msgs {
+				require.NoError(t, msg.Context().Err(), msg.UUID)
+				require.True(t, msg.Ack())
+			}
+			laneUntil(t, "all acks", func() bool { return r.tally()["acked"] == n })
+			require.Equal(t, map[string]int{"acked": n, outcomeLost: 1}, r.tally())
+			require.Zero(t, r.count(t, "true"))
+		})
+	}
 }

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"sync"
 	"time"
@@ -29,6 +30,7 @@ const (
 	// cost the leases.
 	laneTimeoutMax = 10 * time.Second
 	laneTimeoutMin = 100 * time.Millisecond
+	statementMin   = 20 * time.Millisecond
 
 	// A statement that lost against a concurrent one is sent again at once this often before it waits like any other.
 	transientTries = 3
@@ -94,6 +96,9 @@ func (l *lane) timeout() time.Duration {
 func (l *lane) add(all []*delivery) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if len(l.work) == 0 {
+		l.keeping = keeperHealth{} // a keeper that has lost all it had does not try again
+	}
 	for _, d := range all {
 		l.work[d] = struct{}{}
 	}
@@ -105,6 +110,19 @@ func (l *lane) add(all []*delivery) {
 	}
 	// A claim that was answered late has less of its lease left than those before it.
 	if at := all[0].expiry(); !l.watching || at.Before(l.watchAt) {
+		l.watchAtLocked(at)
+	}
+}
+
+// handed begins the MaxHold of a delivery that its reader has taken.
+func (l *lane) handed(d *delivery) {
+	if d.sub.config.MaxHold <= 0 {
+		return
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	d.handed = time.Now()
+	if at := d.expiry(); !l.watching || at.Before(l.watchAt) {
 		l.watchAtLocked(at)
 	}
 }
@@ -538,10 +556,44 @@ func (l *lane) finish(p *settlement, outcome string, err error) {
 	p.delivery.finish(outcome, p.outcome, err)
 }
 
-// statement runs f on a connection of the pool, with the lane's own deadline: neither a message's context nor a
-// subscription's end may cut off a settlement.
+// statement runs f with the lane's own deadline: neither a message's context nor a subscription's end may cut off a
+// settlement.
 func (l *lane) statement(f func(ctx context.Context, conn *pgx.Conn) error) error {
+	return l.statementWithin(l.timeout(), f)
+}
+
+// statementWithin gives f less than the deadline, which is for the connection then.
+func (l *lane) statementWithin(limit time.Duration, f func(ctx context.Context, conn *pgx.Conn) error) error {
 	ctx, cancel := context.WithTimeout(l.ctx, l.timeout())
 	defer cancel()
-	return l.client.withConn(ctx, transientTries, f)
+	conn, release, err := l.conn(ctx)
+	if err != nil {
+		return connectError{err}
+	}
+	defer release()
+	ctx, cancelStatement := context.WithTimeout(ctx, max(limit, statementMin))
+	defer cancelStatement()
+	return retryTransient(ctx, conn, transientTries, f)
+}
+
+// conn is a connection of the pool. Where handlers have all of them and give none back for half of a statement's time, it is
+// one beside the pool, for one statement: handlers that wait for each other's connections must not lose their messages over
+// it, nor their acks.
+func (l *lane) conn(ctx context.Context) (conn *pgx.Conn, release func(), err error) {
+	pool := l.client.pool
+	inPool, cancel := context.WithTimeout(ctx, l.timeout()/2)
+	defer cancel()
+	pooled, err := pool.Acquire(inPool)
+	if err == nil {
+		return pooled.Conn(), pooled.Release, nil
+	}
+	if stat := pool.Stat(); ctx.Err() != nil || inPool.Err() == nil || stat.AcquiredConns() < stat.MaxConns() {
+		return nil, nil, err
+	}
+	conn, dialErr := dialer(pool)(ctx)
+	if dialErr != nil {
+		return nil, nil, fmt.Errorf("the pool's %d connections are all in use: %w; beside the pool: %w",
+			pool.Stat().MaxConns(), err, dialErr)
+	}
+	return conn, func() { _ = closeConn(conn) }, nil
 }

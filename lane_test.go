@@ -364,6 +364,65 @@ func TestRowThatATriggerRefusesIsLeftAloneAndComesBack(t *testing.T) {
 	require.Zero(t, r.count(t, "true"))
 }
 
+// A row's trigger waits for something: the others are settled, the one is given up when a lease has passed.
+func TestRowWhoseSettlementTakesForEverHoldsNoOtherUp(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "O11", "P31", "FL3")
+	const lease, n = 1500 * time.Millisecond, 20
+	r := newLaneRig(t, lease)
+	r.publish(t, "long", 1)
+	r.exec(t, `CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(60); RETURN OLD; END $$`)
+	r.exec(t, `CREATE TRIGGER slow BEFORE DELETE ON public.pgmill_messages FOR EACH ROW
+		WHEN (OLD.uuid = 'orders-7') EXECUTE FUNCTION slow()`)
+	longs, _ := r.subscribe(t, "long", SubscriberConfig{Concurrency: 1})
+	long := laneReceive(t, longs)
+	r.publish(t, "orders", n)
+	out, _ := r.subscribe(t, "orders", SubscriberConfig{Concurrency: n})
+	msgs := laneReceiveN(t, out, n)
+	slow := deliveryOf(t, msgs[7]).ID
+	start := time.Now()
+	for _, msg := range msgs {
+		require.True(t, msg.Ack())
+	}
+	laneUntil(t, "the others", func() bool { return r.tally()["acked"] == n-1 })
+	require.Less(t, time.Since(start), 3*lease)
+	again := laneReceive(t, out)
+	require.Equal(t, "orders-7", again.UUID)
+	require.EqualValues(t, 2, deliveryOf(t, again).Attempt)
+	require.Equal(t, []string{outcomeLost}, r.outcomes(slow))
+	require.ErrorIs(t, context.Cause(msgs[7].Context()), ErrLeaseLost)
+	require.Less(t, time.Since(start), 4*lease)
+
+	require.NoError(t, long.Context().Err(), "the keeper goes on")
+	r.exec(t, "DROP TRIGGER slow ON public.pgmill_messages")
+	require.True(t, again.Ack())
+	require.True(t, long.Ack())
+	laneUntil(t, "all acks", func() bool { return r.tally()["acked"] == n+1 })
+	require.Equal(t, map[string]int{"acked": n + 1, outcomeLost: 1}, r.tally())
+	require.Zero(t, r.count(t, "true"))
+}
+
+func TestSettlementsOutlastALockOnTheTable(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FC14")
+	r := newLaneRig(t, 5*time.Second)
+	r.publish(t, "orders", 20)
+	out, _ := r.subscribe(t, "orders", SubscriberConfig{Concurrency: 20})
+	msgs := laneReceiveN(t, out, 20)
+	lock, err := r.sql.Begin(t.Context())
+	require.NoError(t, err)
+	_, err = lock.Exec(t.Context(), "LOCK TABLE public.pgmill_messages IN ACCESS EXCLUSIVE MODE")
+	require.NoError(t, err)
+	for _, msg := range msgs {
+		require.True(t, msg.Ack())
+	}
+	laneUntil(t, "the error", func() bool { return r.log.times("error Settling is interrupted") == 1 })
+	require.Empty(t, r.tally())
+	require.NoError(t, lock.Rollback(t.Context()))
+	requireAllAcked(t, r, 20)
+	laneUntil(t, "the log of the end", func() bool { return r.log.times("info Settling works again") == 1 })
+}
+
 func TestRowThatSomebodyElseHasLockedHoldsNoOtherBack(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "O11")

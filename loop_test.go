@@ -15,6 +15,7 @@ import (
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgmill/pgmill/claimshape"
@@ -710,6 +711,42 @@ func TestHealthErrsAfterTenSecondsOfFailedClaims(t *testing.T) {
 		msg.Ack()
 		<-s.done
 		require.Empty(t, l.client.Health().Subscriptions)
+	})
+}
+
+func TestHealthTellsOfLeasesAsLongAsThereAreSome(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FS11")
+	synctest.Test(t, func(t *testing.T) {
+		l := setupLoops(t)
+		fault := errors.Join(errors.New("not extended"), &pgconn.PgError{Code: "23514"})
+		s := l.subscribe(t.Context(), SubscriberConfig{}, nil)
+		health := l.client.Health
+		l.table.insert(1)
+		msg := <-s.out
+		l.lane.kept(fault)
+		require.ErrorIs(t, health().LeaseError, fault)
+		time.Sleep(10 * time.Second)
+		l.lane.kept(fault)
+		require.NoError(t, health().Err(), "ten seconds are not longer than ten seconds")
+		time.Sleep(time.Second)
+		require.ErrorIs(t, health().Err(), fault)
+		require.ErrorContains(t, health().Err(), "table public.pgmill_messages: no lease extended for 11s: not extended")
+		msg.Ack()
+		synctest.Wait()
+		require.NoError(t, health().LeaseError)
+		require.NoError(t, health().Err())
+
+		time.Sleep(time.Hour)
+		l.table.insert(1)
+		next := <-s.out
+		require.NoError(t, health().LeaseError, "of what is over")
+		require.NoError(t, health().Err())
+		l.lane.kept(fault)
+		require.ErrorIs(t, health().LeaseError, fault)
+		l.lane.kept(nil)
+		require.NoError(t, health().LeaseError)
+		next.Ack()
 	})
 }
 

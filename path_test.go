@@ -449,6 +449,46 @@ func TestRowThatDoesNotDecodeIsSettledByThePolicy(t *testing.T) {
 	}
 }
 
+// panicking is a Marshaler with a bug.
+type panicking struct{ marshaler.Marshaler }
+
+func (p panicking) Unmarshal(row marshaler.Row, msg *message.Message) error {
+	switch msg.UUID {
+	case "panic":
+		panic("what a bug")
+	case "nil":
+		panic(nil)
+	case "dereference":
+		var d *delivery
+		_ = d.row.ID
+	}
+	return p.Marshaler.Unmarshal(row, msg)
+}
+
+func TestRowOnWhichTheMarshalerPanicsIsNoMessage(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FT7", "P22")
+	r := newLaneRig(t, 30*time.Second)
+	r.client.config.Marshaler = panicking{marshaler.Default()}
+	for _, uuid := range []string{"good 1", "panic", "nil", "dereference", "good 2"} {
+		require.NoError(t, r.pub.Publish("orders", text(uuid)))
+	}
+	out, _ := r.subscribe(t, "orders", SubscriberConfig{OnUndecodable: Discard()})
+	for _, uuid := range []string{"good 1", "good 2"} {
+		msg := laneReceive(t, out)
+		require.Equal(t, uuid, msg.UUID)
+		require.True(t, msg.Ack())
+	}
+	laneUntil(t, "all ends", func() bool { return r.tally()["acked"] == 2 && r.tally()["discarded"] == 3 })
+	require.Zero(t, r.count(t, "true"))
+	require.Len(t, r.log.errors(), 3)
+	for i, want := range []string{"id 2: panic: what a bug", "id 3: panic: panic called with nil", "id 4: panic: runtime error: invalid memory"} {
+		require.Contains(t, r.log.errors()[i], "Row does not decode: decode public.pgmill_messages "+want)
+		require.Contains(t, r.log.errors()[i], "path_test.go", "where it was")
+	}
+	require.EqualValues(t, 3, r.client.Health().Subscriptions[0].Undecodable)
+}
+
 // Rows that were written by hand: each is a message or is settled as none, and none stops another.
 func TestRowsWrittenByOtherSQL(t *testing.T) {
 	t.Parallel()

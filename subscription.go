@@ -2,6 +2,7 @@ package pgmill
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"time"
@@ -223,6 +224,7 @@ func (s *subscription) handOver(all []*delivery) {
 		select {
 		case s.out <- d.msg:
 			s.log.Trace("Message handed over", d.fields())
+			s.lane.handed(d)
 			s.awaiting.Add(1)
 			go d.await()
 		case <-d.ctx.Done():
@@ -235,7 +237,12 @@ func (s *subscription) handOver(all []*delivery) {
 // undecodable settles a row that is no message. The rows beside it are delivered.
 func (s *subscription) undecodable(d *delivery, err error) {
 	err = fmt.Errorf("decode %s id %d: %w", s.queue.table, d.row.ID, err)
-	s.log.Error("Row does not decode", err, d.fields())
+	fields := d.fields()
+	var p *unmarshalPanic
+	if errors.As(err, &p) {
+		fields["stack"] = string(p.stack)
+	}
+	s.log.Error("Row does not decode", err, fields)
 	s.noteUndecodable()
 	o := s.config.OnUndecodable
 	if o.kind == outcomeDeadLetter {

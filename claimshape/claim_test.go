@@ -146,6 +146,55 @@ func TestClaimVerdicts(t *testing.T) {
 	require.Equal(t, Short, verdict)
 }
 
+// A claim brings at most 16 MiB of payloads into memory, and at least one.
+func TestClaimIsBoundedByBytes(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FD2")
+	eachMode(t, func(t *testing.T, b *bundle) {
+		payload := func(size int) string { return fmt.Sprintf("payload = decode(repeat('61', %d), 'hex')", size) }
+		b.fill("orders", 5, payload(6<<20))
+		for _, want := range []struct {
+			ids     []int64
+			verdict Verdict
+		}{{[]int64{1, 2}, Full}, {[]int64{3, 4}, Full}, {[]int64{5}, Short}} {
+			rows, verdict, err := b.lease.Claim(t.Context(), b.conn, "orders", "", Floor{}, 10)
+			require.NoError(t, err)
+			require.Equal(t, want.ids, idsOf(rows))
+			require.Equal(t, want.verdict, verdict)
+			for _, r := range rows {
+				require.Len(t, r.Payload(), 6<<20)
+				require.EqualValues(t, 1, r.Attempt)
+			}
+		}
+		require.Equal(t, "5", b.text("SELECT count(*) FROM pgmill_messages WHERE attempt = 2"))
+
+		b.fill("large", 1, payload(20<<20)) // 6
+		b.fill("large", 2)
+		rows, verdict, err := b.lease.Claim(t.Context(), b.conn, "large", "", Floor{}, 10)
+		require.NoError(t, err)
+		require.Equal(t, []int64{6}, idsOf(rows))
+		require.Len(t, rows[0].Payload(), 20<<20)
+		require.Equal(t, Full, verdict)
+		require.Equal(t, []int64{7, 8}, idsOf(b.claim("large", 10)))
+
+		b.fill("exact", 2, payload(8<<20)) // 9, 10
+		b.fill("exact", 1, payload(1))
+		require.Equal(t, []int64{9, 10}, idsOf(b.claim("exact", 10)))
+		require.Equal(t, []int64{11}, idsOf(b.claim("exact", 10)))
+
+		b.fill("many", 400, payload(100_000)) // more than twice as much
+		taken, claims := 0, 0
+		for verdict = Full; verdict == Full; claims++ {
+			rows, verdict, err = b.lease.Claim(t.Context(), b.conn, "many", "", Floor{}, 500)
+			require.NoError(t, err)
+			taken += len(rows)
+			require.LessOrEqual(t, len(rows)*100_000, 16<<20)
+		}
+		require.Equal(t, 400, taken)
+		require.Equal(t, 3, claims)
+	})
+}
+
 func TestClaimStartsBehindItsFloor(t *testing.T) {
 	t.Parallel()
 	b := setup(t)

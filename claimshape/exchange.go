@@ -23,6 +23,10 @@ const (
 	// A transaction of ours waits this long for a lock, and at most a quarter of its time, so that it can try again. What
 	// it waits for is DDL: SKIP LOCKED passes locked rows by, and not a locked table.
 	maxLockWait = time.Second
+
+	// A statement has this part of the time less than its client waits, so that the answer that it took too long arrives, and
+	// nobody has to wonder whether it took effect.
+	answerShare = 10
 )
 
 // Link is what the statements of one pool's connections have in common.
@@ -78,7 +82,7 @@ func limitsOf(ctx context.Context) *limits {
 	left := time.Until(deadline)
 	return &limits{
 		lock:      max(1, min(left/4, maxLockWait).Milliseconds()),
-		statement: max(1, left.Milliseconds()),
+		statement: max(1, (left - left/answerShare).Milliseconds()),
 	}
 }
 

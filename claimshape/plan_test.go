@@ -177,3 +177,18 @@ func repeat[T any](v T, n int) []T {
 	}
 	return all
 }
+
+// The bytes of a claim are known from the rows: payloads that it leaves, or takes, are not read for them.
+func TestClaimReadsNoPayloadToKnowItsSize(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	b.exec("ALTER TABLE pgmill_messages ALTER COLUMN payload SET STORAGE EXTERNAL")
+	b.fill("orders", 50, "payload = decode(repeat('61', 400000), 'hex')") // 200 blocks of TOAST each
+	b.exec("VACUUM ANALYZE pgmill_messages")
+	for _, limit := range []string{"16777216", "1000000"} { // 41 rows, 2 rows
+		for _, cached := range []string{"force_custom_plan", "force_generic_plan"} {
+			plan := b.explain(b.lease.claim.sql, "'orders', '', '-infinity', 0, 100, 30000000, "+limit, cached)
+			require.Less(t, plan.Hit+plan.Read, 1000, "%s bytes, %s", limit, cached)
+		}
+	}
+}

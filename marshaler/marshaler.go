@@ -28,8 +28,8 @@ type Marshaler interface {
 
 	// Unmarshal sets the Payload and the Metadata of msg, which comes as message.NewMessage(uuid,
 	// nil) or with a nil Metadata, and leaves Metadata not nil. It may keep the row's slices, not
-	// the row. After an error the row is settled by the subscription's OnUndecodable and msg is
-	// dropped.
+	// the row. After an error, or a panic, the row is settled by the subscription's OnUndecodable
+	// and msg is dropped.
 	Unmarshal(row Row, msg *message.Message) error
 }
 

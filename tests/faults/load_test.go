@@ -13,6 +13,7 @@ import (
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 	"go.uber.org/goleak"
@@ -54,6 +55,66 @@ func TestSmallPoolsMakeHandlersSlowerNeverDead(t *testing.T) {
 	}
 }
 
+// The handlers hold all connections of the pool, each for longer than a lease, and wait for each other's.
+func TestHandlersThatHoldAllConnectionsForLongerThanALeaseRunOneAtATime(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FT5", "FT6", "FL3", "FL4")
+	for _, conns := range []int{1, 2, 4} {
+		t.Run(fmt.Sprint(conns), func(t *testing.T) {
+			t.Parallel()
+			const lease = time.Second
+			n := 4 * conns
+			if !testing.Short() {
+				n = 16 * conns
+			}
+			s := newSystem(t, lease, maxConns(int32(conns)))
+			s.publish(t, "orders", n)
+			out, sub := s.subscribe(t, "orders", pgmill.SubscriberConfig{Concurrency: 50, CloseTimeout: 5 * time.Second})
+			var mu sync.Mutex
+			running, twice := map[string]bool{}, map[string]bool{}
+			begin := func(uuid string) {
+				mu.Lock()
+				defer mu.Unlock()
+				twice[uuid] = twice[uuid] || running[uuid]
+				running[uuid] = true
+			}
+			end := func(uuid string) {
+				mu.Lock()
+				defer mu.Unlock()
+				running[uuid] = false
+			}
+			done := newLedger()
+			wait := handle(out, func(msg *message.Message) {
+				begin(msg.UUID)
+				defer end(msg.UUID)
+				err := pgx.BeginFunc(msg.Context(), s.pool, func(tx pgx.Tx) error {
+					_, err := tx.Exec(msg.Context(), "SELECT pg_sleep(1.2)")
+					return err
+				})
+				if err != nil && context.Cause(msg.Context()) != pgmill.ErrLeaseLost {
+					t.Error(err)
+				}
+				done.add(msg.UUID)
+				msg.Ack()
+			})
+			untilWithin(t, 2*deadline, "an empty queue", func() bool { return s.db.QueryInt(t, rows) == 0 })
+			require.NoError(t, sub.Close())
+			wait()
+			require.Equal(t, n, s.outcomes("acked"))
+			// On a machine that takes longer than a sixth of a lease to connect, a delivery is lost; it is reported, and
+			// nothing else is repeated.
+			lost, total := s.outcomes("lost"), 0
+			require.LessOrEqual(t, lost, n/4, s.log.errors())
+			for uuid, runs := range done.runs {
+				total += runs
+				require.False(t, twice[uuid], "%s ran twice at a time", uuid)
+			}
+			require.LessOrEqual(t, total, n+lost)
+			s.db.RequireIdle(t)
+		})
+	}
+}
+
 func TestThreeHundredSubscriptionsShareAPoolOfFour(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "FT6")
@@ -68,6 +129,10 @@ func TestThreeHundredSubscriptionsShareAPoolOfFour(t *testing.T) {
 		out, err := sub.Subscribe(t.Context(), topic)
 		require.NoError(t, err)
 		waits = append(waits, handle(out, func(msg *message.Message) {
+			var one int
+			if err := s.pool.QueryRow(msg.Context(), "SELECT 1").Scan(&one); err != nil {
+				t.Error(err)
+			}
 			done.add(msg.UUID)
 			msg.Ack()
 		}))
@@ -89,19 +154,41 @@ func TestThreeHundredSubscriptionsShareAPoolOfFour(t *testing.T) {
 	s.db.RequireIdle(t)
 }
 
-// cyclesChild subscribes and cancels a hundred times, in a process of its own because it counts goroutines.
+// cyclesChild subscribes and cancels, a hundred times and for FAULTS_FOR, in a process of its own because it counts
+// goroutines. Meanwhile others use the same pool: no cancel may reach them.
 func cyclesChild() {
+	d, err := time.ParseDuration(os.Getenv("FAULTS_FOR"))
+	if err != nil {
+		log.Fatal(err)
+	}
 	ctx := context.Background()
 	pool, err := pgxpool.New(ctx, os.Getenv("FAULTS_DSN")+"&pool_max_conns=5")
 	if err != nil {
 		log.Fatal(err)
 	}
 	logged := &lines{}
+	var users sync.WaitGroup
+	quit, hit := make(chan struct{}), newLedger()
+	for range 2 {
+		users.Go(func() {
+			for {
+				select {
+				case <-quit:
+					return
+				default:
+				}
+				if _, err := pool.Exec(ctx, "SELECT pg_sleep(0.001)"); err != nil {
+					hit.add(err.Error())
+				}
+			}
+		})
+	}
 	sub, err := pgmill.NewSubscriber(pool, pgmill.SubscriberConfig{CloseTimeout: -1}, logged)
 	if err != nil {
 		log.Fatal(err)
 	}
-	for n := range 100 {
+	start := time.Now()
+	for n := 0; n < 100 || time.Since(start) < d; n++ {
 		ctx, cancel := context.WithCancel(ctx)
 		out, err := sub.Subscribe(ctx, "orders")
 		if err != nil {
@@ -114,7 +201,10 @@ func cyclesChild() {
 		for range out {
 		}
 	}
-	fmt.Println("spurious", len(logged.of("57014"))+len(logged.of("Claim failed")))
+	fmt.Println("cycled")
+	close(quit)
+	users.Wait()
+	fmt.Println("spurious", len(logged.of("57014"))+len(logged.of("Claim failed"))+hit.len())
 	fmt.Println("acquired", pool.Stat().AcquiredConns())
 	var conns int
 	if err := pool.QueryRow(ctx, connections).Scan(&conns); err != nil {
@@ -131,7 +221,17 @@ func TestAHundredSubscriptionsThatAreCancelledLeaveNothing(t *testing.T) {
 	s := newSystem(t, 0)
 	s.publish(t, "orders", 50)
 	s.pool.Close()
-	child := pgtest.Child(t, "cycles", "FAULTS_DSN="+s.db.DSN)
+	d := 2 * time.Second
+	if !testing.Short() {
+		d = time.Minute
+	}
+	child := pgtest.Child(t, "cycles", "FAULTS_DSN="+s.db.DSN, "FAULTS_FOR="+d.String())
+	most := int64(0)
+	for end := time.Now().Add(d); time.Now().Before(end); pause(t.Context(), 10*time.Millisecond) {
+		most = max(most, s.db.QueryInt(t, connections))
+	}
+	require.LessOrEqual(t, most, int64(5+1), "connections at a time")
+	require.Equal(t, "cycled", child.Line(t))
 	require.Equal(t, "spurious 0", child.Line(t))
 	require.Equal(t, "acquired 0", child.Line(t))
 	require.Equal(t, "others 0", child.Line(t), "connections beside the pool's")
@@ -235,8 +335,8 @@ func soakChild() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	var running sync.WaitGroup
-	consume := func(ctx context.Context, topic string) {
+	var long, short sync.WaitGroup
+	consume := func(ctx context.Context, topic string, running *sync.WaitGroup) {
 		out, err := sub.Subscribe(ctx, topic)
 		if err != nil {
 			log.Fatal(err)
@@ -252,38 +352,44 @@ func soakChild() {
 		})
 	}
 	for i := range 5 {
-		consume(ctx, fmt.Sprint(i))
+		consume(ctx, fmt.Sprint(i), &long)
 	}
-	start, told := time.Now(), 0
+	start, told := time.Now(), time.Now()
 	for n := 0; time.Since(start) < d; n++ {
-		short, cancel := context.WithCancel(ctx)
-		consume(short, fmt.Sprint(n%5))
+		cancelled, cancel := context.WithCancel(ctx)
+		consume(cancelled, fmt.Sprint(n%5), &short)
 		for range 20 {
 			if err := pub.Publish(fmt.Sprint(n%5), message.NewMessage("", make([]byte, 500)), message.NewMessage("", nil)); err != nil {
 				log.Fatal(err)
 			}
 		}
 		cancel()
-		if time.Since(start) > time.Duration(told+1)*d/20 {
-			told++
+		if time.Since(told) > min(d/soakSamples, 10*time.Second) {
+			short.Wait()
+			told = time.Now()
 			fmt.Println(grown())
 		}
 	}
 	if err := client.Close(); err != nil {
 		log.Fatal(err)
 	}
-	running.Wait()
+	short.Wait()
+	long.Wait()
 	pool.Close()
 	fmt.Println("closed")
 }
 
-// grown is how many goroutines there are and how much memory is in use, in KiB.
+// grown is how many goroutines there are, and how much memory is in use and how much is taken for it, in KiB.
 func grown() string {
 	runtime.GC()
+	runtime.GC() // what the first one has found to be free is swept
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
-	return fmt.Sprintf("%d %d", runtime.NumGoroutine(), m.HeapAlloc/1024)
+	return fmt.Sprintf("%d %d %d", runtime.NumGoroutine(), m.HeapAlloc/1024, m.HeapInuse/1024)
 }
+
+// soakSamples is how often a run tells what it has grown to, at least.
+const soakSamples = 20
 
 func TestSoakStaysFlat(t *testing.T) {
 	t.Parallel()
@@ -292,28 +398,52 @@ func TestSoakStaysFlat(t *testing.T) {
 	if testing.Short() {
 		d = 5 * time.Second
 	}
+	if long := laneLength("PGMILL_SOAK"); long > 0 {
+		d = long
+	}
 	db := pgtest.New(t)
 	child := pgtest.Child(t, "soak", "FAULTS_DSN="+db.DSN, "FAULTS_FOR="+d.String())
-	var goroutines, heap []int
+	var goroutines, alloc, inUse, conns []float64
 	for {
 		line := child.Line(t)
 		if line == "closed" {
 			break
 		}
-		var g, h int
-		_, err := fmt.Sscan(line, &g, &h)
+		var g, a, u float64
+		_, err := fmt.Sscan(line, &g, &a, &u)
 		require.NoError(t, err)
-		goroutines, heap = append(goroutines, g), append(heap, h)
-		require.LessOrEqual(t, db.QueryInt(t, connections), int64(6))
+		goroutines, alloc, inUse = append(goroutines, g), append(alloc, a), append(inUse, u)
+		conns = append(conns, float64(db.QueryInt(t, connections)))
 	}
 	require.Zero(t, child.Wait(t))
-	require.Greater(t, len(heap), 10)
-	early, late := len(heap)/2, len(heap)
-	require.LessOrEqual(t, slices.Min(goroutines[early:late]), slices.Max(goroutines[:early]), goroutines)
-	require.LessOrEqual(t, slices.Min(heap[early:late]), slices.Max(heap[:early])+1024, heap)
+	require.Greater(t, len(alloc), soakSamples/2)
+	requireFlat(t, "goroutines", goroutines, 5)
+	requireFlat(t, "KiB in use", alloc, 512)
+	requireFlat(t, "KiB taken", inUse, 2048)
+	requireFlat(t, "connections", conns, 2)
+	require.LessOrEqual(t, slices.Max(conns), 6.0)
 	require.Zero(t, db.QueryInt(t, rows+" WHERE locked_until IS NOT NULL"))
 	until(t, "no connection", func() bool { return db.QueryInt(t, connections) == 0 })
 	db.RequireIdle(t)
 	require.Zero(t, db.QueryInt(t, `SELECT count(*) FROM pg_locks
 		WHERE database = (SELECT oid FROM pg_database WHERE datname = current_database()) AND pid <> pg_backend_pid()`))
+}
+
+// requireFlat requires that what was measured at equal distances does not grow: the line that fits it best rises by no more
+// than that from one end to the other, once the first quarter has warmed everything up.
+func requireFlat(t *testing.T, what string, all []float64, most float64) {
+	t.Helper()
+	warm := all[len(all)/4:]
+	middle := float64(len(warm)-1) / 2
+	var mean, up, across float64
+	for _, y := range warm {
+		mean += y / float64(len(warm))
+	}
+	for i, y := range warm {
+		up += (float64(i) - middle) * (y - mean)
+		across += (float64(i) - middle) * (float64(i) - middle)
+	}
+	rise := up / across * float64(len(warm)-1)
+	require.LessOrEqual(t, rise, most, "%s: %v", what, all)
+	t.Logf("%s: %.0f on average, from the first to the last of %d samples %+.1f", what, mean, len(warm), rise)
 }

@@ -16,6 +16,9 @@ func TestMain(m *testing.M) {
 	}
 	pgtest.RegisterChild("worker", workerChild)
 	pgtest.RegisterChild("cycles", cyclesChild)
+	pgtest.RegisterChild("chaos", chaosChild)
+	pgtest.RegisterChild("batch", batchChild)
+	pgtest.RegisterChild("close", closeChild)
 	pgtest.RegisterChild("soak", soakChild)
 	pgtest.Main(m)
 }

@@ -3,6 +3,7 @@ package faults
 import (
 	"context"
 	"fmt"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -21,6 +22,21 @@ import (
 
 // deadline of everything that is waited for, unless a test is about how long it takes.
 const deadline = 30 * time.Second
+
+// concurrency of a subscription by default.
+const concurrency = 10
+
+// laneLength is how long a fault or a run lasts in a lane of its own (make chaos, make soak); zero elsewhere.
+func laneLength(env string) time.Duration {
+	if os.Getenv(env) == "" {
+		return 0
+	}
+	d, err := time.ParseDuration(os.Getenv(env))
+	if err != nil || d <= 0 {
+		panic(fmt.Sprintf("%s: not a duration like 2m: %v", env, err))
+	}
+	return d
+}
 
 // system is a client on a pool, and what it reported.
 type system struct {
@@ -211,4 +227,11 @@ func (l *lines) of(part string) []string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return slices.DeleteFunc(slices.Clone(l.all), func(s string) bool { return !strings.Contains(s, part) })
+}
+
+// errors are the lines of level Error, in order.
+func (l *lines) errors() []string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return slices.DeleteFunc(slices.Clone(l.all), func(s string) bool { return !strings.HasPrefix(s, "error ") })
 }
