@@ -85,6 +85,21 @@ func (c *Config) check() error {
 	return errors.Join(problems...)
 }
 
+// checkPool refuses a pool whose one connection a claim would hold: the handler could never publish or query.
+func (c *Config) checkPool(pool *pgxpool.Pool) error {
+	tables := []claimshape.Table{c.Table}
+	for _, route := range c.Routes {
+		tables = append(tables, route.Table)
+	}
+	for _, t := range tables {
+		if max := pool.Config().MaxConns; t.Shape != claimshape.Lease && max < 2 {
+			return fmt.Errorf("table %s: claims of shape %v hold a connection, the pool's MaxConns is %d and must be at least 2",
+				t, t.Shape, max)
+		}
+	}
+	return nil
+}
+
 // Client is what all publishers and subscriptions of one pool share: the table, what is known about it, and who waits to
 // be woken. NewPublisher and NewSubscriber find it by the pool; Open configures it.
 type Client struct {
@@ -96,6 +111,7 @@ type Client struct {
 type shared struct {
 	link   claimshape.Link
 	hub    wakeHub
+	budget *budget
 	inWork atomic.Int64 // deliveries that are not decided, over all subscriptions
 
 	notifier notifier
@@ -129,6 +145,7 @@ func clientOf(pool *pgxpool.Pool) (*Client, error) {
 	if s == nil {
 		s = &shared{
 			link:   claimshape.NewLink(pool.Config().ConnConfig),
+			budget: newBudget(pool.Config().MaxConns),
 			log:    watermill.NopLogger{},
 			tables: map[string]*queue{},
 			lanes:  map[*queue]*lane{},
@@ -167,6 +184,9 @@ func open(ctx context.Context, pool *pgxpool.Pool, c Config, logger watermill.Lo
 	}
 	client, err := clientOf(pool)
 	if err != nil {
+		return nil, err
+	}
+	if err := c.checkPool(pool); err != nil {
 		return nil, err
 	}
 	if c.Notify != ListenNotify {

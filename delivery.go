@@ -2,6 +2,7 @@ package pgmill
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"runtime/debug"
 	"sync/atomic"
@@ -25,6 +26,11 @@ type Delivery struct {
 	// Attempt is which delivery of the message this is: 1 on the first.
 	Attempt int64
 
+	// BatchID tells the claims of a process apart whose messages go to a handler together, and BatchSize is how many they
+	// are. Both are zero without SubscriberConfig.Batch.
+	BatchID   uint64
+	BatchSize int
+
 	// EnqueuedAt is when the row was inserted, by the database's clock.
 	EnqueuedAt time.Time
 }
@@ -46,13 +52,23 @@ func deliveryFrom(ctx context.Context) *delivery {
 	return d
 }
 
+// holder is who holds a claimed row, and settles it: the lane, or a transaction.
+type holder interface {
+	settle(d *delivery, o Outcome)
+}
+
 // delivery is one claimed row in work, from the claim to the settlement's answer.
 type delivery struct {
 	context.Context // values of Subscribe's context; delivery is the parent of the message's context
 
-	sub *subscription
-	row claimshape.Row
-	msg *message.Message
+	sub    *subscription
+	holder holder
+	row    claimshape.Row
+	msg    *message.Message
+
+	batch  *batch // nil where messages are delivered one by one
+	place  int    // in the batch
+	joined bool   // it has come to the batch's join, or out of the batch; guarded by the batch
 
 	ctx    context.Context // the message's: ends with the cause that tells how the delivery ended
 	cancel context.CancelCauseFunc
@@ -95,8 +111,8 @@ func (d *delivery) heldTooLong(now time.Time) bool {
 	return !until.IsZero() && !now.Before(until)
 }
 
-func newDelivery(s *subscription, row claimshape.Row, claimed time.Time) *delivery {
-	d := &delivery{Context: s.base, sub: s, row: row, base: claimed, until: claimed.Add(s.queue.table.Lease)}
+func newDelivery(s *subscription, h holder, row claimshape.Row, claimed time.Time) *delivery {
+	d := &delivery{Context: s.base, sub: s, holder: h, row: row, base: claimed, until: claimed.Add(s.queue.table.Lease)}
 	d.held = claimshape.Held{ID: row.ID, Token: row.Token(), Token2: row.Token()}
 	d.ctx, d.cancel = context.WithCancelCause(d)
 	return d
@@ -111,7 +127,7 @@ func (d *delivery) Value(key any) any {
 }
 
 func (d *delivery) info() Delivery {
-	return Delivery{
+	info := Delivery{
 		ID:            d.row.ID,
 		Topic:         d.sub.topic,
 		ConsumerGroup: d.sub.group,
@@ -119,6 +135,10 @@ func (d *delivery) info() Delivery {
 		Attempt:       d.row.Attempt,
 		EnqueuedAt:    d.row.EnqueuedAt(),
 	}
+	if d.batch != nil {
+		info.BatchID, info.BatchSize = d.batch.id, d.batch.size
+	}
+	return info
 }
 
 // fields are what log lines about the delivery have beside the subscription's.
@@ -229,7 +249,7 @@ func (d *delivery) end(o Outcome) bool {
 		return false
 	}
 	d.sub.freeSlot(d)
-	d.sub.lane.settle(d, o)
+	d.holder.settle(d, o)
 	return true
 }
 
@@ -252,6 +272,9 @@ func (d *delivery) finish(outcome string, o Outcome, err error) {
 	switch {
 	case outcome == outcomeLost:
 		cause = ErrLeaseLost
+		if errors.Is(err, ErrBatchRolledBack) {
+			cause = ErrBatchRolledBack
+		}
 		d.sub.reportLost(d, err)
 	case o.kind == outcomeRelease:
 		cause = ErrShutdown

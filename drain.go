@@ -13,6 +13,7 @@ func (s *subscription) drain() {
 	}
 	if !s.awaitUntil(flushTimeout, func() bool { return s.unsettled == 0 }) {
 		s.lane.forget(s)
+		s.forgetHolds()
 	}
 	s.awaiting.Wait() // they end with their decision, which all have
 	s.abandon()
@@ -30,6 +31,15 @@ func (s *subscription) abandon() {
 	}
 	s.mu.Unlock()
 	close(s.out)
+}
+
+// forgetHolds ends transactions whose settlements have had their time. The server rolls them back.
+func (s *subscription) forgetHolds() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for h := range s.holds {
+		h.cancel()
+	}
 }
 
 // awaitUntil waits for a condition on what mu guards, for d at most, and says whether it holds.
@@ -67,6 +77,6 @@ func (s *subscription) cutOff() {
 		s.log.Error("Handler did not end within the close timeout, its message is released", ErrShutdown, d.fields())
 		d.cancel(ErrShutdown)
 		s.freeSlot(d)
-		s.lane.settle(d, Outcome{kind: outcomeRelease})
+		d.holder.settle(d, Outcome{kind: outcomeRelease})
 	}
 }

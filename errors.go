@@ -24,6 +24,10 @@ var (
 	// could not be extended in time, or its settlement was refused. The message is or will be delivered again.
 	ErrLeaseLost = errors.New("lease lost")
 
+	// ErrBatchRolledBack is the cause of a message's context when the transaction that its batch shared was rolled back,
+	// because the settlement of one of them failed. All of them come again, each after a delay of its own.
+	ErrBatchRolledBack = errors.New("batch rolled back")
+
 	// ErrShutdown is the cause of a message's context when the drain's time was over before the handler was done. The
 	// message has been given back and no attempt was spent.
 	ErrShutdown = errors.New("shutting down")

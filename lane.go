@@ -68,9 +68,10 @@ type lane struct {
 type settlement struct {
 	delivery *delivery
 	outcome  Outcome
-	unsure   bool // it was sent and the answer was lost: it may have taken effect
-	alone    bool // its statement took too long: it holds no other up but those that wait for the same connection
-	tries    int  // times it met a locked row
+	lost     error // what it was given up for; it is settled nevertheless
+	unsure   bool  // it was sent and the answer was lost: it may have taken effect
+	alone    bool  // its statement took too long: it holds no other up but those that wait for the same connection
+	tries    int   // times it met a locked row
 	after    time.Time
 	until    time.Time // then it is given up, whatever the lease
 }
@@ -301,10 +302,7 @@ func (l *lane) send(batch []*settlement) {
 	for _, p := range batch {
 		missing[p.delivery.row.ID] = p
 	}
-	var dead *claimshape.DeadLetters
-	for _, p := range batch {
-		dead = cmp.Or(dead, p.deadLetters())
-	}
+	dead := deadLettersOf(batch)
 	var settled []*settlement
 	err := l.statement(func(ctx context.Context, conn *pgx.Conn) error {
 		settled = settled[:0]
@@ -358,6 +356,23 @@ func (p *settlement) claimable() (*queue, string) {
 	return nil, ""
 }
 
+func deadLettersOf(batch []*settlement) *claimshape.DeadLetters {
+	for _, p := range batch {
+		if dead := p.deadLetters(); dead != nil {
+			return dead
+		}
+	}
+	return nil
+}
+
+func statements(batch []*settlement) []claimshape.Settlement {
+	all := make([]claimshape.Settlement, len(batch))
+	for i, p := range batch {
+		all[i] = p.statement()
+	}
+	return all
+}
+
 // deadLetters is nil where the settlement is none.
 func (p *settlement) deadLetters() *claimshape.DeadLetters {
 	if p.outcome.kind != outcomeDeadLetter {
@@ -369,11 +384,7 @@ func (p *settlement) deadLetters() *claimshape.DeadLetters {
 func (l *lane) settlements(batch []*settlement) []claimshape.Settlement {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	all := make([]claimshape.Settlement, len(batch))
-	for i, p := range batch {
-		all[i] = p.statement()
-	}
-	return all
+	return statements(batch)
 }
 
 func (p *settlement) statement() claimshape.Settlement {

@@ -19,6 +19,7 @@ type queue struct {
 	marshaler marshaler.Marshaler
 	insert    *claimshape.Insert
 	lease     *claimshape.LeaseStatements
+	rowLock   *claimshape.RowLockStatements
 	groups    *claimshape.Groups
 
 	unnotified sync.Once // its channel is too long, and the log has said so
@@ -34,6 +35,7 @@ func newQueue(t claimshape.Table, l claimshape.Link, m marshaler.Marshaler) *que
 	return &queue{
 		table: t, name: t.String(), marshaler: m,
 		insert: claimshape.NewInsert(t, l), lease: claimshape.NewLeaseStatements(t, l),
+		rowLock:  claimshape.NewRowLockStatements(t, l),
 		groups:   claimshape.NewGroups(t, l),
 		checking: make(chan struct{}, 1),
 	}
@@ -58,7 +60,7 @@ func (q *queue) ready(ctx context.Context, c *Client) error {
 		return err
 	}
 	err := c.withConn(ctx, 1, func(ctx context.Context, conn *pgx.Conn) error {
-		return claimshape.Check(ctx, conn, q.table, q.insert, q.lease, q.groups)
+		return claimshape.Check(ctx, conn, q.table, q.insert, q.lease, q.rowLock, q.groups)
 	})
 	q.checked.Store(err == nil)
 	return err

@@ -104,7 +104,20 @@ func (c *Config) checkRoutes() error {
 			problems = append(problems, fmt.Errorf("Config.Routes[%q]: %w", pattern, err))
 		}
 	}
-	return errors.Join(problems...)
+	return errors.Join(append(problems, c.checkSameTables())...)
+}
+
+// checkSameTables refuses two descriptions of one table that differ: all who claim from it use one shape and one lease.
+func (c *Config) checkSameTables() error {
+	first := map[string]claimshape.Table{c.Table.String(): c.Table}
+	for _, pattern := range slices.Sorted(maps.Keys(c.Routes)) {
+		t := c.Routes[pattern].Table
+		if was, ok := first[t.String()]; ok && was != t {
+			return fmt.Errorf("Config.Routes[%q]: table %s is described in two ways: %+v and %+v", pattern, t, was, t)
+		}
+		first[t.String()] = t
+	}
+	return nil
 }
 
 func checkPattern(pattern string) error {

@@ -15,6 +15,7 @@ import (
 const (
 	defaultConcurrency  = 10
 	maxConcurrency      = 10_000
+	maxBatch            = 10_000
 	defaultCloseTimeout = 10 * time.Second
 
 	// A row that is no message stays, and comes back after this, because nothing is deleted unless asked.
@@ -33,9 +34,18 @@ type SubscriberConfig struct {
 	// ConsumerGroupFunc gives the group of each topic, in place of ConsumerGroup.
 	ConsumerGroupFunc func(topic string) string
 
-	// Concurrency is how many messages of one subscription are with handlers at once. Defaults to 10. With 1 the
-	// subscription is a single stream: the next message comes after the Ack or Nack of the last.
+	// Concurrency is how many messages of one subscription are with handlers at once, or with Batch how many batches.
+	// Defaults to 10, and to 1 with Batch. With 1 the subscription is a single stream: the next message comes after the
+	// Ack or Nack of the last. In a table of shape RowLock each takes a connection of the pool.
 	Concurrency int
+
+	// Batch is how many messages one claim takes at most, for a handler made with the function Batch or BatchEach, which
+	// gets them together. They do not wait for the batch to fill. Defaults to 0: messages are delivered one by one.
+	Batch int
+
+	// BatchWait is how long a subscription with Batch that is woken waits before it claims: without it a steady trickle
+	// makes batches of one. Defaults to 0.
+	BatchWait time.Duration
 
 	// PollInterval is how long an idle subscription waits for a wake before it looks by itself: it finds rows that other
 	// programs wrote, and rows of processes that crashed. Defaults to the client's, which defaults to 1s.
@@ -113,6 +123,9 @@ func (c *Client) newSubscriber(config SubscriberConfig, logger watermill.LoggerA
 func (c *SubscriberConfig) setDefaults() {
 	if c.Concurrency == 0 {
 		c.Concurrency = defaultConcurrency
+		if c.Batch > 0 {
+			c.Concurrency = 1
+		}
 	}
 	if c.Backoff == nil {
 		c.Backoff = defaultBackoff
@@ -132,6 +145,12 @@ func (c *SubscriberConfig) check() error {
 	var problems []error
 	if c.Concurrency < 1 || c.Concurrency > maxConcurrency {
 		problems = append(problems, fmt.Errorf("SubscriberConfig.Concurrency %d: not between 1 and %d", c.Concurrency, maxConcurrency))
+	}
+	if c.Batch < 0 || c.Batch > maxBatch {
+		problems = append(problems, fmt.Errorf("SubscriberConfig.Batch %d: not between 0 and %d", c.Batch, maxBatch))
+	}
+	if c.BatchWait < 0 || c.BatchWait > 0 && c.Batch == 0 {
+		problems = append(problems, fmt.Errorf("SubscriberConfig.BatchWait %v: needs a Batch and is not negative", c.BatchWait))
 	}
 	if c.ConsumerGroup != "" && c.ConsumerGroupFunc != nil {
 		problems = append(problems, errors.New("SubscriberConfig.ConsumerGroup and ConsumerGroupFunc: only one of them"))
@@ -328,7 +347,7 @@ func (s *Subscriber) newSubscription(ctx context.Context, topic, group string, q
 		base:   context.WithoutCancel(ctx), out: make(chan *message.Message),
 		key: wakeKey{table: q.name, topic: topic}, waker: newWaker(),
 		stopping: make(chan struct{}), claims: claims, cancelClaims: cancel, done: make(chan struct{}),
-		inWork: map[*delivery]time.Time{}, changed: make(chan struct{}, 1),
+		inWork: map[*delivery]time.Time{}, holds: map[*rowHold]struct{}{}, changed: make(chan struct{}, 1),
 	}
 	sub.claim = sub.claimFrom
 	return sub

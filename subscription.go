@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -75,6 +76,11 @@ type subscription struct {
 	mu        sync.Mutex
 	cutClaim  *time.Timer             // of stop
 	inWork    map[*delivery]time.Time // claimed and not decided, with the time of the claim
+	units     int                     // batches not decided, or transactions that hold rows
+	holds     map[*rowHold]struct{}   // those transactions
+	blocked   uint64                  // not zero while the loop waits for a slot: which wait it is
+	waits     uint64                  // such waits so far
+	drained   bool                    // a claim since the wait began has found that there is nothing more
 	unsettled int                     // claimed and not finished
 	changed   chan struct{}           // one permit: a slot or a settlement came free
 	health    subscriptionHealth
@@ -108,11 +114,14 @@ func (s *subscription) run() {
 
 // step is one claim with what follows it. It answers false when the subscription is to end.
 func (s *subscription) step() bool {
-	free, ok := s.awaitSlot()
+	free, drained, ok := s.awaitSlot()
 	if !ok {
 		return false
 	}
-	verdict, err := s.claimRows(free)
+	if drained {
+		return s.wait()
+	}
+	verdict, err := s.claimOnce(free)
 	switch {
 	case s.stopped():
 		return false
@@ -133,14 +142,22 @@ func (s *subscription) stopped() bool {
 	}
 }
 
-// awaitSlot waits until a delivery may be claimed, and answers how many.
-func (s *subscription) awaitSlot() (int, bool) {
+func (s *subscription) claimOnce(limit int) (claimshape.Verdict, error) {
+	if s.queue.table.Shape == claimshape.RowLock {
+		return s.claimHeld(limit)
+	}
+	return s.claimRows(limit)
+}
+
+// awaitSlot waits until a delivery may be claimed, and answers how many, and whether nothing more was there meanwhile.
+func (s *subscription) awaitSlot() (free int, drained, ok bool) {
+	defer s.endBlocked()
 	for {
 		if s.stopped() {
-			return 0, false
+			return 0, false, false
 		}
-		if free := s.slots(); free > 0 {
-			return free, true
+		if free, drained := s.slots(); free > 0 {
+			return free, drained, true
 		}
 		select {
 		case <-s.changed:
@@ -169,7 +186,7 @@ func (s *subscription) claimRows(limit int) (claimshape.Verdict, error) {
 		s.place.signal(1, s.woken, s.waker) // now: the hand-over lasts as long as the reader likes, and may be the last
 	}
 	if len(rows) > 0 {
-		s.handOver(s.takeIntoWork(rows, s.sent))
+		s.handOver(s.deliverable(s.takeIntoWork(rows, s.sent, s.lane)))
 	}
 	return verdict, nil
 }
@@ -187,10 +204,10 @@ func (s *subscription) claimed(e ClaimEvent) {
 
 // takeIntoWork makes deliveries of the rows and puts them under the keeper. claimed is our clock from before the claim,
 // so that the lease never seems longer than it is.
-func (s *subscription) takeIntoWork(rows []claimshape.Row, claimed time.Time) []*delivery {
+func (s *subscription) takeIntoWork(rows []claimshape.Row, claimed time.Time, h holder) []*delivery {
 	all := make([]*delivery, len(rows))
 	for i := range rows {
-		all[i] = newDelivery(s, rows[i], claimed)
+		all[i] = newDelivery(s, h, rows[i], claimed)
 	}
 	s.mu.Lock()
 	for _, d := range all {
@@ -199,8 +216,54 @@ func (s *subscription) takeIntoWork(rows []claimshape.Row, claimed time.Time) []
 	s.unsettled += len(all)
 	s.mu.Unlock()
 	s.client.inWork.Add(int64(len(all)))
-	s.lane.add(all)
+	if h == s.lane {
+		s.lane.add(all)
+	}
 	return all
+}
+
+// deliverable makes messages of a claim's rows, where all of it goes to a handler together, and settles those that are none.
+// Messages that are delivered one by one are made when it is their turn.
+func (s *subscription) deliverable(all []*delivery) []*delivery {
+	if s.queue.table.Shape == claimshape.Lease && s.config.Batch == 0 {
+		return all
+	}
+	var good []*delivery
+	for _, d := range all {
+		if s.decoded(d) {
+			good = append(good, d)
+		}
+	}
+	if s.config.Batch == 0 {
+		return good
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	good = slices.DeleteFunc(good, func(d *delivery) bool { // lost meanwhile
+		_, inWork := s.inWork[d]
+		return !inWork
+	})
+	if len(good) == 0 {
+		return nil
+	}
+	b := newBatch(good)
+	if b.counted = s.queue.table.Shape == claimshape.Lease; b.counted {
+		s.units++
+	}
+	return good
+}
+
+// decoded makes a delivery's message, or settles what is none, or had all its attempts.
+func (s *subscription) decoded(d *delivery) bool {
+	if s.overCap(d) {
+		s.bury(d)
+		return false
+	}
+	if err := d.decode(); err != nil {
+		s.undecodable(d, err)
+		return false
+	}
+	return true
 }
 
 // handOver sends the messages, in order. What nobody has received when the subscription stops is released.
@@ -210,12 +273,7 @@ func (s *subscription) handOver(all []*delivery) {
 			d.end(Outcome{kind: outcomeRelease})
 			continue
 		}
-		if s.overCap(d) {
-			s.bury(d)
-			continue
-		}
-		if err := d.decode(); err != nil {
-			s.undecodable(d, err)
+		if d.msg == nil && !s.decoded(d) {
 			continue
 		}
 		if d.ctx.Err() != nil { // lost while those before it were handed over
@@ -223,15 +281,20 @@ func (s *subscription) handOver(all []*delivery) {
 		}
 		select {
 		case s.out <- d.msg:
-			s.log.Trace("Message handed over", d.fields())
 			s.lane.handed(d)
-			s.awaiting.Add(1)
-			go d.await()
+			s.awaitAnswer(d)
 		case <-d.ctx.Done():
 		case <-s.stopping:
 			d.end(Outcome{kind: outcomeRelease})
 		}
 	}
+}
+
+// awaitAnswer follows a message that the reader has taken.
+func (s *subscription) awaitAnswer(d *delivery) {
+	s.log.Trace("Message handed over", d.fields())
+	s.awaiting.Add(1)
+	go d.await()
 }
 
 // undecodable settles a row that is no message. The rows beside it are delivered.
@@ -280,6 +343,9 @@ func (s *subscription) wait() bool {
 		return false
 	}
 	s.wokenBy(reason)
+	if s.config.BatchWait > 0 && reason != wokenByInterval && !s.pause(s.config.BatchWait) {
+		return false
+	}
 	s.client.config.Observer.woken(WakeEvent{Topic: s.topic, Group: s.group, Reason: reason.String()})
 	return true
 }
@@ -303,21 +369,51 @@ func (s *subscription) pause(d time.Duration) bool {
 	}
 }
 
-// slots is how many deliveries may be claimed now.
-func (s *subscription) slots() int {
+// slots is how many rows may be claimed now, and whether nothing more is there. Where there are none, a wait for one begins.
+func (s *subscription) slots() (free int, drained bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.unsettled-len(s.inWork) >= maxUnsettled {
-		return 0
+	free = s.freeLocked()
+	if free <= 0 && s.blocked == 0 {
+		s.waits++
+		s.blocked, s.drained = s.waits, false
 	}
-	return s.config.Concurrency - len(s.inWork)
+	return free, s.blocked != 0 && s.drained
+}
+
+func (s *subscription) freeLocked() int {
+	switch {
+	case s.unsettled-len(s.inWork) >= maxUnsettled:
+		return 0
+	case s.queue.table.Shape == claimshape.Lease && s.config.Batch == 0:
+		return s.config.Concurrency - len(s.inWork)
+	case s.units < s.config.Concurrency:
+		return s.unitRows()
+	}
+	return 0
+}
+
+// unitRows is how many rows a claim asks for that is a slot of its own.
+func (s *subscription) unitRows() int { return max(1, s.config.Batch) }
+
+func (s *subscription) endBlocked() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.blocked = 0
 }
 
 // freeSlot gives a decided delivery's slot back.
 func (s *subscription) freeSlot(d *delivery) {
 	s.mu.Lock()
 	delete(s.inWork, d)
+	b := d.batch
+	if b != nil && b.left.Add(-1) == 0 && b.counted {
+		s.units--
+	}
 	s.mu.Unlock()
+	if b != nil {
+		b.leave(d)
+	}
 	s.client.inWork.Add(-1)
 	s.notifyChange()
 }

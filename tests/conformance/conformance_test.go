@@ -6,6 +6,7 @@ import (
 	"github.com/ThreeDotsLabs/watermill/pubsub/tests"
 
 	"github.com/pgmill/pgmill"
+	"github.com/pgmill/pgmill/claimshape"
 )
 
 // TestLease is the Lease shape as it comes: several deliveries of one subscription in work at once.
@@ -25,6 +26,34 @@ func TestLeaseSingleStream(t *testing.T) {
 			GuaranteedOrder:                     true,
 			GuaranteedOrderWithSingleSubscriber: true,
 		},
+		restarts: true,
+	}.run(t)
+}
+
+// TestLeaseBatch claims up to 20 messages for a handler that gets them together.
+func TestLeaseBatch(t *testing.T) {
+	mode{
+		config:   pgmill.SubscriberConfig{Batch: 20},
+		features: tests.Features{Persistent: true},
+		restarts: true,
+	}.run(t)
+}
+
+// TestRowLock holds each message in a transaction of its own.
+func TestRowLock(t *testing.T) {
+	mode{
+		shape:    claimshape.RowLock,
+		features: tests.Features{Persistent: true},
+		restarts: true,
+	}.run(t)
+}
+
+// TestRowLockBatch holds up to 20 messages in a transaction, which ends with the last of them.
+func TestRowLockBatch(t *testing.T) {
+	mode{
+		shape:    claimshape.RowLock,
+		config:   pgmill.SubscriberConfig{Batch: 20},
+		features: tests.Features{Persistent: true},
 		restarts: true,
 	}.run(t)
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/pgmill/pgmill"
+	"github.com/pgmill/pgmill/claimshape"
 	"github.com/pgmill/pgmill/internal/pgtest"
 )
 
@@ -24,6 +25,7 @@ const poolSize = 10
 
 // mode is one way to use pgmill and what it promises there in the suite's terms.
 type mode struct {
+	shape    claimshape.Shape
 	config   pgmill.SubscriberConfig
 	features tests.Features
 	restarts bool // the suite restarts the server
@@ -43,6 +45,9 @@ type pubSub struct {
 func (m mode) run(t *testing.T) {
 	server := pgtest.StartServer(t)
 	p := newPubSub(t, server.New(t), m.config)
+	client, err := pgmill.Open(t.Context(), p.pool, pgmill.Config{Table: claimshape.Table{Shape: m.shape}}, logger)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, client.Close()) })
 	if m.restarts && !raceEnabled {
 		m.features.RestartServiceCommand = server.RestartCommand(t)
 	}

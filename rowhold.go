@@ -1,0 +1,383 @@
+package pgmill
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/pgmill/pgmill/claimshape"
+)
+
+const (
+	// The connection of a claim under row locks says this often that it is there, while its handlers work: it finds a
+	// transaction that the server has ended, and keeps it from being idle.
+	heartbeat = 5 * time.Second
+
+	// After so many heartbeats that did not come the server ends the transaction of a client that vanished.
+	missedHeartbeats = 3
+
+	// A settlement in a transaction that holds the rows has this long; then its connection is closed.
+	holdTimeout = 10 * time.Second
+)
+
+// errRowLockLost is why deliveries are lost whose transaction the server has ended.
+var errRowLockLost = errors.New("the transaction that held the row is gone")
+
+// rowHold is one claim under row locks, with the transaction that holds its rows, on a connection of its own. When the last
+// of its deliveries is decided it settles all of them and commits; the next claim goes in the same round trip. One goroutine
+// owns the connection.
+type rowHold struct {
+	sub  *subscription
+	conn *pgxpool.Conn
+
+	ctx    context.Context // ends when the subscription does not wait for settlements any longer
+	cancel context.CancelFunc
+
+	// Of the claim that is in work:
+	verdict   claimshape.Verdict
+	blocked   uint64 // the subscription's, when it was sent
+	pending   []*delivery
+	undecided map[*delivery]struct{}
+	ends      chan *settlement // as they are decided
+	decided   []*settlement
+}
+
+// claimHeld is a claim under row locks. The hold goes on by itself.
+func (s *subscription) claimHeld(limit int) (claimshape.Verdict, error) {
+	if !s.client.budget.take(s.stopping) {
+		return claimshape.Short, nil
+	}
+	ctx, cancel := context.WithTimeout(s.claims, claimTimeout)
+	defer cancel()
+	start := time.Now()
+	conn, got := s.lockRows(ctx, limit)
+	if got.Err != nil {
+		got.Err = fmt.Errorf("claim %q: %w", s.topic, got.Err)
+	}
+	s.claimed(ClaimEvent{
+		Topic: s.topic, Group: s.group, Asked: limit, Got: len(got.Rows), Took: time.Since(start), Err: got.Err,
+	})
+	if len(got.Rows) == 0 {
+		if conn != nil {
+			conn.Release()
+		}
+		s.client.budget.give()
+		s.owed = s.owed && got.Err != nil
+		return got.Verdict, got.Err
+	}
+	s.owed = false
+	if got.Verdict == claimshape.Full {
+		s.place.signal(1, s.woken, s.waker)
+	}
+	h := &rowHold{sub: s, conn: conn}
+	h.ctx, h.cancel = context.WithCancel(context.Background())
+	s.mu.Lock()
+	s.units++
+	s.holds[h] = struct{}{}
+	s.mu.Unlock()
+	h.take(got)
+	s.awaiting.Add(1)
+	go h.loop()
+	return got.Verdict, nil
+}
+
+func (s *subscription) lockRows(ctx context.Context, limit int) (*pgxpool.Conn, claimshape.Claimed) {
+	conn, err := s.client.pool.Acquire(ctx)
+	if err != nil {
+		return nil, claimshape.Claimed{Err: connectError{err}}
+	}
+	var got claimshape.Claimed
+	err = retryTransient(ctx, conn.Conn(), transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+		more, err := s.adopt(ctx, conn)
+		if err != nil {
+			got = claimshape.Claimed{Err: err}
+			return err
+		}
+		got = s.queue.rowLock.Claim(ctx, conn, s.rowLockClaim(limit))
+		if more {
+			got.Verdict = claimshape.Full
+		}
+		return got.Err
+	})
+	if err != nil {
+		got = claimshape.Claimed{Err: err}
+	}
+	return conn, got
+}
+
+func (s *subscription) rowLockClaim(limit int) claimshape.RowLockClaim {
+	return claimshape.RowLockClaim{Topic: s.topic, Group: s.group, Limit: limit, Idle: missedHeartbeats * heartbeat}
+}
+
+// take makes deliveries of claimed rows.
+func (h *rowHold) take(got claimshape.Claimed) {
+	s := h.sub
+	h.verdict = got.Verdict
+	h.ends = make(chan *settlement, len(got.Rows))
+	h.decided, h.undecided = nil, make(map[*delivery]struct{}, len(got.Rows))
+	all := s.takeIntoWork(got.Rows, time.Now(), h)
+	for _, d := range all {
+		h.undecided[d] = struct{}{}
+	}
+	h.pending = s.deliverable(all)
+}
+
+// settle hears how a delivery ended. It never blocks: each ends once.
+func (h *rowHold) settle(d *delivery, o Outcome) { h.ends <- &settlement{delivery: d, outcome: o} }
+
+// loop hands the messages over, keeps the connection alive, and settles.
+func (h *rowHold) loop() {
+	defer h.sub.awaiting.Done()
+	defer h.end()
+	beat := time.NewTicker(heartbeat)
+	defer beat.Stop()
+	hung := time.NewTimer(time.Hour)
+	defer hung.Stop()
+	for {
+		var out chan<- *message.Message
+		var msg *message.Message
+		var gone, stopping <-chan struct{}
+		if len(h.pending) > 0 {
+			d := h.pending[0]
+			out, msg, gone, stopping = h.sub.out, d.msg, d.ctx.Done(), h.sub.stopping
+		}
+		select {
+		case out <- msg:
+			h.handed(hung)
+		case <-gone:
+			h.pending = h.pending[1:]
+		case <-stopping:
+			h.release()
+		case p := <-h.ends:
+			delete(h.undecided, p.delivery)
+			h.decided = append(h.decided, p)
+		case <-hung.C:
+			h.giveUp(hung)
+		case <-beat.C:
+			if err := h.ping(); err != nil {
+				h.lose(fmt.Errorf("%w: %w", errRowLockLost, err))
+				return
+			}
+		case <-h.ctx.Done():
+			h.lose(ErrShutdown)
+			return
+		}
+		if len(h.undecided) == 0 && !h.finish() {
+			return
+		}
+	}
+}
+
+func (h *rowHold) handed(hung *time.Timer) {
+	d := h.pending[0]
+	h.pending = h.pending[1:]
+	d.handed = time.Now()
+	h.sub.awaitAnswer(d)
+	h.arm(hung)
+}
+
+// release gives back what nobody has received when the subscription stops.
+func (h *rowHold) release() {
+	for _, d := range h.pending {
+		d.end(Outcome{kind: outcomeRelease})
+	}
+	h.pending = nil
+}
+
+// arm sets the timer to the end of the first MaxHold.
+func (h *rowHold) arm(hung *time.Timer) {
+	var first time.Time
+	for d := range h.undecided {
+		if until := d.heldUntil(); !until.IsZero() && (first.IsZero() || until.Before(first)) {
+			first = until
+		}
+	}
+	if !first.IsZero() {
+		hung.Reset(time.Until(first))
+	}
+}
+
+// giveUp ends deliveries whose MaxHold is over: their contexts end, and their rows come back as after a Nack.
+func (h *rowHold) giveUp(hung *time.Timer) {
+	for d := range h.undecided {
+		if d.heldTooLong(time.Now()) && d.decided.CompareAndSwap(false, true) {
+			d.cancel(ErrLeaseLost)
+			h.sub.freeSlot(d)
+			h.ends <- &settlement{delivery: d, outcome: h.sub.decide(d, Retry().Because(errHeldTooLong)), lost: errHeldTooLong}
+		}
+	}
+	h.arm(hung)
+}
+
+// ping finds out that the server has ended the transaction, and keeps it from being idle.
+func (h *rowHold) ping() error {
+	ctx, cancel := context.WithTimeout(h.ctx, heartbeat)
+	defer cancel()
+	return h.conn.Ping(ctx)
+}
+
+// lose gives everything up: the transaction is gone, or will be with its connection.
+func (h *rowHold) lose(err error) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	_ = h.conn.Conn().Close(ctx) // the server rolls back
+	for d := range h.undecided {
+		if d.lose(err) {
+			delete(h.undecided, d)
+		}
+	}
+	for range h.undecided { // they have been decided meanwhile
+		h.decided = append(h.decided, <-h.ends)
+	}
+	for _, p := range h.decided {
+		p.delivery.finish(outcomeLost, p.outcome, err)
+	}
+}
+
+// end gives the connection and the slot back.
+func (h *rowHold) end() {
+	s := h.sub
+	h.cancel()
+	h.conn.Release()
+	s.client.budget.give()
+	s.mu.Lock()
+	s.units--
+	delete(s.holds, h)
+	// The last claim found no more, and the subscription has waited for this slot since before it: it need not look again.
+	s.drained = h.verdict == claimshape.Short && s.blocked != 0 && s.blocked == h.blocked
+	s.mu.Unlock()
+	s.notifyChange()
+}
+
+// finish settles the claim's deliveries and commits, and takes the next claim in the same round trip where there may be one.
+// It answers false where there is none.
+func (h *rowHold) finish() bool {
+	s := h.sub
+	ctx, cancel := context.WithTimeout(h.ctx, holdTimeout)
+	defer cancel()
+	next := h.nextClaim()
+	start := time.Now()
+	err, got := s.queue.rowLock.Settle(ctx, h.conn.Conn(), statements(h.decided), deadLettersOf(h.decided), next)
+	if err != nil {
+		h.failed(err)
+		return false
+	}
+	h.settled()
+	if next == nil {
+		return false
+	}
+	if got.Err != nil {
+		got.Err = fmt.Errorf("claim %q: %w", s.topic, got.Err)
+	}
+	s.claimed(ClaimEvent{
+		Topic: s.topic, Group: s.group, Asked: next.Limit, Got: len(got.Rows), Took: time.Since(start), Err: got.Err,
+	})
+	if h.verdict = got.Verdict; got.Err != nil {
+		h.verdict = claimshape.Full // it says nothing of what is there
+	}
+	if len(got.Rows) == 0 {
+		return false
+	}
+	if got.Verdict == claimshape.Full {
+		s.place.signal(1, wokenByPublish, s.waker)
+	}
+	h.take(got)
+	return true
+}
+
+// nextClaim follows a claim that was full, unless the subscription ends, waits for its batches to fill, or somebody else
+// waits for the connection.
+func (h *rowHold) nextClaim() *claimshape.RowLockClaim {
+	s := h.sub
+	if h.verdict != claimshape.Full || s.stopped() || s.client.budget.contended() || s.adopts {
+		return nil
+	}
+	s.mu.Lock()
+	h.blocked = s.blocked
+	s.mu.Unlock()
+	next := s.rowLockClaim(s.unitRows())
+	return &next
+}
+
+// settled reports deliveries whose transaction has committed.
+func (h *rowHold) settled() {
+	h.sub.lane.announce(h.decided)
+	for _, p := range h.decided {
+		h.sub.afterSettle(p.outcome)
+		if p.lost != nil {
+			p.delivery.finish(outcomeLost, p.outcome, p.lost)
+		} else {
+			p.delivery.finish(p.outcome.kind.settled(), p.outcome, nil)
+		}
+	}
+}
+
+// failed deals with a transaction that was not committed, or may not have been.
+func (h *rowHold) failed(err error) {
+	if !claimshape.Refused(err) {
+		committed, probeErr := h.probe()
+		if committed {
+			h.settled()
+			return
+		}
+		err = errors.Join(err, probeErr)
+	}
+	if len(h.decided) > 1 {
+		err = fmt.Errorf("%w: %w", ErrBatchRolledBack, err)
+	}
+	for _, p := range h.decided {
+		if p.outcome.kind != outcomeRelease && !claimshape.Transient(err) {
+			h.penalise(p)
+		}
+	}
+	for _, p := range h.decided {
+		p.delivery.finish(outcomeLost, p.outcome, err)
+	}
+}
+
+// penalise counts the attempt of a row whose transaction was rolled back and delays it, so that it is neither a hot loop
+// nor always in the same company. Where it cannot, the row is there at once.
+func (h *rowHold) penalise(p *settlement) {
+	s, d := h.sub, p.delivery
+	delay := max(s.backoff(d), defaultBackoff(int(min(d.row.Attempt, 1000))))
+	if p.outcome.kind == outcomeDeadLetter {
+		delay = max(delay, deadLetterPause)
+	}
+	ctx, cancel := context.WithTimeout(h.ctx, holdTimeout)
+	defer cancel()
+	err := s.client.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+		return s.queue.rowLock.Penalise(ctx, conn, d.row.ID, delay)
+	})
+	if err != nil {
+		s.log.Error("Row that was rolled back could not be delayed", err, d.fields())
+		return
+	}
+	s.place.due.add(delay)
+}
+
+// probe tells whether a COMMIT whose answer was lost took effect, by a row that it would have removed. Where none would
+// have been, it does not matter: the rows come again.
+func (h *rowHold) probe() (committed bool, err error) {
+	ids := make([]int64, 0, len(h.decided))
+	for _, p := range h.decided {
+		if o := p.statement().Outcome; o == claimshape.Acked || o == claimshape.DeadLettered {
+			ids = append(ids, p.delivery.row.ID)
+		}
+	}
+	if len(ids) == 0 {
+		return false, nil
+	}
+	ctx, cancel := context.WithTimeout(h.ctx, holdTimeout)
+	defer cancel()
+	there := 0
+	err = h.sub.client.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+		there = 0
+		return h.sub.queue.rowLock.Probe(ctx, conn, ids, func(int64) { there++ })
+	})
+	return err == nil && there == 0, err
+}
