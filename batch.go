@@ -103,7 +103,7 @@ func (b *batch) call(d *delivery, msg *message.Message, f batchFunc) error {
 	b.mu.Lock()
 	if d.joined || b.started {
 		b.mu.Unlock()
-		return resultOf(f(msg.Context(), []*message.Message{msg}), 0)
+		return resultOf(callBatch(f, []*message.Message{msg}), 0)
 	}
 	d.joined = true
 	place := len(b.msgs)
@@ -190,5 +190,31 @@ func callBatch(f batchFunc, msgs []*message.Message) []error {
 		c := msg.Context()
 		defer context.AfterFunc(c, func() { cancel(context.Cause(c)) })()
 	}
-	return f(ctx, msgs)
+	d := deliveryFrom(msgs[0].Context())
+	if !d.sub.config.Transactional {
+		return f(ctx, msgs)
+	}
+	return callInTransaction(ctx, d, f, msgs)
+}
+
+// callInTransaction calls f in a savepoint of the batch's transaction, which is undone where no message is to be
+// acknowledged.
+func callInTransaction(ctx context.Context, d *delivery, f batchFunc, msgs []*message.Message) (errs []error) {
+	w, err := d.openWork(ctx)
+	if err == nil {
+		for _, msg := range msgs {
+			deliveryFrom(msg.Context()).work.Store(w)
+		}
+		err = w.call(ctx, func(ctx context.Context) error {
+			errs = f(ctx, msgs)
+			if len(errs) == 0 || slices.Contains(errs, nil) {
+				return nil
+			}
+			return errs[0]
+		})
+	}
+	if err != nil && (len(errs) == 0 || slices.Contains(errs, nil)) { // the transaction's, and not f's
+		errs = slices.Repeat([]error{err}, len(msgs))
+	}
+	return errs
 }

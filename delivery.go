@@ -66,6 +66,8 @@ type delivery struct {
 	row    claimshape.Row
 	msg    *message.Message
 
+	work atomic.Pointer[workTx] // of a Transactional subscription, once begun
+
 	batch  *batch // nil where messages are delivered one by one
 	place  int    // in the batch
 	joined bool   // it has come to the batch's join, or out of the batch; guarded by the batch
@@ -86,6 +88,7 @@ type delivery struct {
 	until time.Time // when the lease ends, or a little before
 
 	handed time.Time // to the reader; zero before
+	frozen bool      // its settlement is under way in a transaction: the keeper leaves it alone
 }
 
 // expiry is when a delivery that is not decided is given up: ahead of the end of its lease, or at MaxHold.
@@ -260,6 +263,9 @@ func (d *delivery) lose(err error) bool {
 	}
 	d.sub.freeSlot(d)
 	d.finish(outcomeLost, Outcome{}, err)
+	if t, ok := d.holder.(*leaseTx); ok {
+		t.forget(d)
+	}
 	return true
 }
 

@@ -113,7 +113,7 @@ func (l *lane) extensions(now time.Time) (e extensions) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for d := range l.work {
-		if now.After(d.until) || d.heldTooLong(now) && !d.decided.Load() {
+		if d.frozen || now.After(d.until) || d.heldTooLong(now) && !d.decided.Load() {
 			continue
 		}
 		next := d.held.Token2

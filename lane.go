@@ -68,6 +68,7 @@ type lane struct {
 type settlement struct {
 	delivery *delivery
 	outcome  Outcome
+	done     bool  // reported
 	lost     error // what it was given up for; it is settled nevertheless
 	unsure   bool  // it was sent and the answer was lost: it may have taken effect
 	alone    bool  // its statement took too long: it holds no other up but those that wait for the same connection
@@ -152,6 +153,27 @@ func (l *lane) settle(d *delivery, o Outcome) {
 	defer l.mu.Unlock()
 	l.pending = append(l.pending, &settlement{delivery: d, outcome: o, until: time.Now().Add(l.queue.table.Lease)})
 	l.kickLocked()
+}
+
+// freeze keeps the keeper from writing to rows that a transaction acknowledges, and answers what holds them. An extension
+// that is under way is covered: both tokens are named.
+func (l *lane) freeze(all []*settlement) []claimshape.Held {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	held := make([]claimshape.Held, len(all))
+	for i, p := range all {
+		p.delivery.frozen = true
+		held[i] = p.delivery.held
+	}
+	return held
+}
+
+func (l *lane) unfreeze(all []*settlement) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, p := range all {
+		p.delivery.frozen = false
+	}
 }
 
 func (l *lane) kickLocked() {

@@ -21,6 +21,9 @@ const (
 	// After so many heartbeats that did not come the server ends the transaction of a client that vanished.
 	missedHeartbeats = 3
 
+	// A message that was answered has its context end after this, where others of its batch keep it from being settled.
+	answeredPatience = time.Second
+
 	// A settlement in a transaction that holds the rows has this long; then its connection is closed.
 	holdTimeout = 10 * time.Second
 )
@@ -37,6 +40,8 @@ type rowHold struct {
 
 	ctx    context.Context // ends when the subscription does not wait for settlements any longer
 	cancel context.CancelFunc
+
+	work *workTx // of a Transactional subscription: what its handlers write in
 
 	// Of the claim that is in work:
 	verdict   claimshape.Verdict
@@ -124,8 +129,14 @@ func (h *rowHold) take(got claimshape.Claimed) {
 	for _, d := range all {
 		h.undecided[d] = struct{}{}
 	}
+	if s.config.Transactional {
+		h.work = newWorkTx(h.conn.Conn(), s.client)
+	}
 	h.pending = s.deliverable(all)
 }
+
+// begin is the transaction that holds the row: it is open.
+func (h *rowHold) begin(context.Context) (*workTx, error) { return h.work, nil }
 
 // settle hears how a delivery ended. It never blocks: each ends once.
 func (h *rowHold) settle(d *delivery, o Outcome) { h.ends <- &settlement{delivery: d, outcome: o} }
@@ -138,6 +149,8 @@ func (h *rowHold) loop() {
 	defer beat.Stop()
 	hung := time.NewTimer(time.Hour)
 	defer hung.Stop()
+	patience := time.NewTimer(time.Hour)
+	defer patience.Stop()
 	for {
 		var out chan<- *message.Message
 		var msg *message.Message
@@ -156,6 +169,9 @@ func (h *rowHold) loop() {
 		case p := <-h.ends:
 			delete(h.undecided, p.delivery)
 			h.decided = append(h.decided, p)
+			patience.Reset(answeredPatience)
+		case <-patience.C:
+			h.endAnswered()
 		case <-hung.C:
 			h.giveUp(hung)
 		case <-beat.C:
@@ -202,6 +218,14 @@ func (h *rowHold) arm(hung *time.Timer) {
 	}
 }
 
+// endAnswered ends the contexts of messages that have been answered and wait for others of their batch: what a handler has
+// started with them may end. How they are settled is not known yet.
+func (h *rowHold) endAnswered() {
+	for _, p := range h.decided {
+		p.delivery.cancel(context.Canceled)
+	}
+}
+
 // giveUp ends deliveries whose MaxHold is over: their contexts end, and their rows come back as after a Nack.
 func (h *rowHold) giveUp(hung *time.Timer) {
 	for d := range h.undecided {
@@ -218,14 +242,15 @@ func (h *rowHold) giveUp(hung *time.Timer) {
 func (h *rowHold) ping() error {
 	ctx, cancel := context.WithTimeout(h.ctx, heartbeat)
 	defer cancel()
+	if h.work != nil {
+		return h.work.ping(ctx)
+	}
 	return h.conn.Ping(ctx)
 }
 
 // lose gives everything up: the transaction is gone, or will be with its connection.
 func (h *rowHold) lose(err error) {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
-	defer cancel()
-	_ = h.conn.Conn().Close(ctx) // the server rolls back
+	h.drop()
 	for d := range h.undecided {
 		if d.lose(err) {
 			delete(h.undecided, d)
@@ -239,11 +264,26 @@ func (h *rowHold) lose(err error) {
 	}
 }
 
+// drop closes the connection, and so the transaction: the server rolls it back. A statement of a handler may still use it.
+func (h *rowHold) drop() {
+	if h.work == nil {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		_ = h.conn.Conn().Close(ctx)
+		return
+	}
+	conn := h.conn.Hijack()
+	_ = conn.PgConn().Conn().Close()
+	h.conn = nil
+}
+
 // end gives the connection and the slot back.
 func (h *rowHold) end() {
 	s := h.sub
 	h.cancel()
-	h.conn.Release()
+	if h.conn != nil {
+		h.conn.Release()
+	}
 	s.client.budget.give()
 	s.mu.Lock()
 	s.units--
@@ -258,6 +298,10 @@ func (h *rowHold) end() {
 // It answers false where there is none.
 func (h *rowHold) finish() bool {
 	s := h.sub
+	if err := h.endWork(); err != nil {
+		h.lose(err)
+		return false
+	}
 	ctx, cancel := context.WithTimeout(h.ctx, holdTimeout)
 	defer cancel()
 	next := h.nextClaim()
@@ -266,6 +310,9 @@ func (h *rowHold) finish() bool {
 	if err != nil {
 		h.failed(err)
 		return false
+	}
+	if h.work != nil {
+		h.work.committed()
 	}
 	h.settled()
 	if next == nil {
@@ -288,6 +335,35 @@ func (h *rowHold) finish() bool {
 	}
 	h.take(got)
 	return true
+}
+
+// endWork takes the transaction from the handlers. What they wrote is undone where no delivery is acknowledged, or one was
+// given up: it may be about that.
+func (h *rowHold) endWork() error {
+	if h.work == nil {
+		return nil
+	}
+	if err := h.work.close(); err != nil {
+		return fmt.Errorf("%w: %w", errRowLockLost, err)
+	}
+	acked, lost := false, false
+	for _, p := range h.decided {
+		acked = acked || p.outcome.kind == outcomeAck
+		lost = lost || p.lost != nil
+	}
+	if acked && !lost || !h.work.based {
+		return nil
+	}
+	for _, p := range h.decided {
+		if p.outcome.kind == outcomeAck {
+			p.lost = ErrBatchRolledBack
+			p.outcome = h.sub.decide(p.delivery, Retry().Because(ErrBatchRolledBack))
+		}
+	}
+	ctx, cancel := context.WithTimeout(h.ctx, holdTimeout)
+	defer cancel()
+	_, err := h.conn.Conn().PgConn().Exec(ctx, "ROLLBACK TO SAVEPOINT "+baseSavepoint).ReadAll()
+	return err
 }
 
 // nextClaim follows a claim that was full, unless the subscription ends, waits for its batches to fill, or somebody else
@@ -322,6 +398,9 @@ func (h *rowHold) failed(err error) {
 	if !claimshape.Refused(err) {
 		committed, probeErr := h.probe()
 		if committed {
+			if h.work != nil {
+				h.work.committed()
+			}
 			h.settled()
 			return
 		}

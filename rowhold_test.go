@@ -72,3 +72,45 @@ func TestBatchSmoke(t *testing.T) {
 		})
 	}
 }
+
+func TestTransactionSmoke(t *testing.T) {
+	t.Parallel()
+	for _, shape := range []claimshape.Shape{claimshape.Lease, claimshape.RowLock} {
+		t.Run(shape.String(), func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t)
+			r.db.Exec(t, "CREATE TABLE effects (uuid text)")
+			client := r.open(t, Config{PollInterval: time.Hour, Table: claimshape.Table{Shape: shape}})
+			pub, err := client.NewPublisher(PublisherConfig{})
+			require.NoError(t, err)
+			replies := r.subscribe(t, "replies", SubscriberConfig{})
+			tries := map[string]int{}
+			run(t, func(router *message.Router) {
+				router.AddMiddleware(Transaction)
+				router.AddHandler("work", "orders", r.subscriber(t, SubscriberConfig{Transactional: true, Concurrency: 1, Backoff: NoBackoff}), "replies", Shared(pub),
+					func(msg *message.Message) ([]*message.Message, error) {
+						tx, ok := TxFromContext(msg.Context())
+						require.True(t, ok)
+						_, err := tx.Exec(msg.Context(), "INSERT INTO effects VALUES ($1)", msg.UUID)
+						require.NoError(t, err)
+						tries[msg.UUID]++
+						switch {
+						case msg.UUID == "b" && tries["b"] < 3:
+							return nil, fmt.Errorf("boom")
+						case msg.UUID == "c" && tries["c"] == 1:
+							_, _ = tx.Exec(msg.Context(), "SELECT 1/0")
+						}
+						return []*message.Message{text("re-" + msg.UUID)}, nil
+					})
+			})
+			require.NoError(t, pub.Publish("orders", text("a"), text("b"), text("c")))
+			for range 3 {
+				await(t, replies).Ack()
+			}
+			require.Eventually(t, func() bool { return r.rows(t) == 0 }, 10*time.Second, 10*time.Millisecond)
+			require.EqualValues(t, 3, r.db.QueryInt(t, "SELECT count(*) FROM effects"))
+			require.Equal(t, map[string]int{"a": 1, "b": 3, "c": 2}, tries)
+			require.NoError(t, pub.Close())
+		})
+	}
+}

@@ -26,6 +26,10 @@ const (
 
 // SubscriberConfig says how a Subscriber's subscriptions work. The zero SubscriberConfig is a good one.
 type SubscriberConfig struct {
+	// Transactional gives each delivery, or each batch, a transaction that handlers under the Transaction middleware write
+	// in, and that the Ack commits. It takes a connection of the pool for each. Defaults to false.
+	Transactional bool
+
 	// ConsumerGroup names a fan-out subscription that is durable: every group gets each message that is published after it
 	// was registered, by the first Subscribe or SubscribeInitialize of any process; the subscribers of one group compete.
 	// It has up to 255 bytes. Defaults to the unnamed group, which is one like the others.
@@ -114,7 +118,11 @@ func (c *Client) NewSubscriber(config SubscriberConfig) (*Subscriber, error) {
 
 func (c *Client) newSubscriber(config SubscriberConfig, logger watermill.LoggerAdapter) (*Subscriber, error) {
 	config.setDefaults()
-	if err := config.check(); err != nil {
+	err := config.check()
+	if max := c.pool.Config().MaxConns; config.Transactional && max < 2 {
+		err = errors.Join(err, fmt.Errorf("SubscriberConfig.Transactional holds a connection, the pool's MaxConns is %d and must be at least 2", max))
+	}
+	if err != nil {
 		return nil, fmt.Errorf("new subscriber: %w", err)
 	}
 	return &Subscriber{client: c, config: config, log: orNop(logger), subs: map[*subscription]struct{}{}}, nil
@@ -219,6 +227,9 @@ func (s *Subscriber) subscribe(ctx context.Context, topic string) (*subscription
 	if err := queue.ready(ctx, s.client); err != nil {
 		return nil, err
 	}
+	if err := s.readyForWork(ctx); err != nil {
+		return nil, err
+	}
 	adopts, err := queue.register(ctx, s.client, topic, group, s.log)
 	if err != nil {
 		return nil, err
@@ -247,6 +258,14 @@ func (s *Subscriber) subscribe(ctx context.Context, topic string) (*subscription
 	}
 	go sub.run()
 	return sub, nil
+}
+
+// readyForWork creates what handlers may publish to in their transactions: no DDL runs there.
+func (s *Subscriber) readyForWork(ctx context.Context) error {
+	if !s.config.Transactional {
+		return nil
+	}
+	return s.client.readyAll(ctx)
 }
 
 func (s *Subscriber) group(topic string) (string, error) {

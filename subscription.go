@@ -143,10 +143,37 @@ func (s *subscription) stopped() bool {
 }
 
 func (s *subscription) claimOnce(limit int) (claimshape.Verdict, error) {
-	if s.queue.table.Shape == claimshape.RowLock {
+	switch {
+	case s.queue.table.Shape == claimshape.RowLock:
 		return s.claimHeld(limit)
+	case s.config.Transactional:
+		return s.claimShares(limit)
 	}
-	return s.claimRows(limit)
+	_, verdict, err := s.claimRows(limit)
+	return verdict, err
+}
+
+// claimShares is a claim whose deliveries will each have a connection, or all of a batch one.
+func (s *subscription) claimShares(limit int) (claimshape.Verdict, error) {
+	budget := s.client.budget
+	if !budget.take(s.stopping) {
+		return claimshape.Short, nil
+	}
+	shares := 1
+	if s.config.Batch == 0 {
+		for shares < limit && budget.tryTake() {
+			shares++
+		}
+		limit = shares
+	}
+	n, verdict, err := s.claimRows(limit)
+	if s.config.Batch > 0 {
+		n = min(n, 1)
+	}
+	for range shares - n {
+		budget.give()
+	}
+	return verdict, err
 }
 
 // awaitSlot waits until a delivery may be claimed, and answers how many, and whether nothing more was there meanwhile.
@@ -166,8 +193,8 @@ func (s *subscription) awaitSlot() (free int, drained, ok bool) {
 	}
 }
 
-// claimRows claims up to limit rows and hands them over, one after the other, in claim order.
-func (s *subscription) claimRows(limit int) (claimshape.Verdict, error) {
+// claimRows claims up to limit rows and hands them over, one after the other, in claim order. It answers how many.
+func (s *subscription) claimRows(limit int) (int, claimshape.Verdict, error) {
 	ctx, cancel := context.WithTimeout(s.claims, claimTimeout)
 	defer cancel()
 	start := time.Now()
@@ -179,7 +206,7 @@ func (s *subscription) claimRows(limit int) (claimshape.Verdict, error) {
 	}
 	s.claimed(ClaimEvent{Topic: s.topic, Group: s.group, Asked: limit, Got: len(rows), Took: time.Since(start), Err: err})
 	if err != nil {
-		return verdict, err
+		return 0, verdict, err
 	}
 	s.owed = false
 	if verdict == claimshape.Full {
@@ -188,7 +215,7 @@ func (s *subscription) claimRows(limit int) (claimshape.Verdict, error) {
 	if len(rows) > 0 {
 		s.handOver(s.deliverable(s.takeIntoWork(rows, s.sent, s.lane)))
 	}
-	return verdict, nil
+	return len(rows), verdict, nil
 }
 
 func (s *subscription) claimed(e ClaimEvent) {
@@ -208,6 +235,9 @@ func (s *subscription) takeIntoWork(rows []claimshape.Row, claimed time.Time, h 
 	all := make([]*delivery, len(rows))
 	for i := range rows {
 		all[i] = newDelivery(s, h, rows[i], claimed)
+	}
+	if h == s.lane && s.config.Transactional {
+		s.transactional(all)
 	}
 	s.mu.Lock()
 	for _, d := range all {

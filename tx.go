@@ -146,11 +146,8 @@ func (p *Publisher) InTx(ctx context.Context, o pgx.TxOptions, f func(ctx contex
 		return fmt.Errorf("publish in transaction: %w", err)
 	}
 	defer p.leave()
-	for _, q := range p.client.inUse().all() { // before the transaction: no DDL runs in it
-		// A table that is missing matters if f publishes into it, which says so.
-		if err := q.ready(ctx, p.client); err != nil && !errors.Is(err, ErrSchema) {
-			return fmt.Errorf("publish in transaction: %w", err)
-		}
+	if err := p.client.readyAll(ctx); err != nil {
+		return fmt.Errorf("publish in transaction: %w", err)
 	}
 	tx, err := p.client.pool.BeginTx(ctx, o)
 	if err != nil {
@@ -170,6 +167,17 @@ func (p *Publisher) InTx(ctx context.Context, o pgx.TxOptions, f func(ctx contex
 		return fmt.Errorf("publish in transaction: commit: %w", err)
 	}
 	pub.Committed()
+	return nil
+}
+
+// readyAll creates what a transaction may publish to, before it begins. A table that is missing nevertheless matters if
+// something is published into it, which says so.
+func (c *Client) readyAll(ctx context.Context) error {
+	for _, q := range c.inUse().all() {
+		if err := q.ready(ctx, c); err != nil && !errors.Is(err, ErrSchema) {
+			return err
+		}
+	}
 	return nil
 }
 
@@ -204,7 +212,32 @@ type txKey struct{}
 type join struct {
 	of     pgx.Tx
 	tx     *TxPublisher // of InTx, where the wakes are kept until the commit; nil for WithTx
-	client *shared      // of InTx: only its publishers join
+	client *shared      // of InTx and of handlers: only its publishers join
+
+	work *workTx    // of a handler's transaction
+	call *handlerTx // inside a call of the handler
+}
+
+// same says that two messages carry one transaction.
+func (j *join) same(o *join) bool {
+	if j == nil || o == nil {
+		return j == o
+	}
+	return j.of == o.of && j.work == o.work
+}
+
+// joinOfMessage is the transaction that a message carries. A message that is a delivery in work is published in its
+// transaction, where that was begun: a poison queue parks it together with the Ack.
+func joinOfMessage(msg *message.Message) *join {
+	if j, ok := msg.Context().Value(txKey{}).(*join); ok {
+		return j
+	}
+	if d := deliveryFrom(msg.Context()); d != nil && d.msg == msg && !d.decided.Load() {
+		if w := d.work.Load(); w != nil {
+			return &join{work: w, client: w.client}
+		}
+	}
+	return nil
 }
 
 // joinOf is the publisher of the transaction that all of the messages carry, or nil where none does.
@@ -213,19 +246,22 @@ func (p *Publisher) joinOf(msgs []*message.Message) (*TxPublisher, error) {
 	for i, msg := range msgs {
 		var j *join
 		if msg != nil {
-			j, _ = msg.Context().Value(txKey{}).(*join)
+			j = joinOfMessage(msg)
 		}
 		if j != nil && j.client != nil && j.client != p.client.shared {
 			j = nil
 		}
 		if i == 0 {
 			first = j
-		} else if (j == nil) != (first == nil) || j != nil && j.of != first.of {
+		} else if !j.same(first) {
 			return nil, fmt.Errorf("message %d does not carry the transaction that message 0 carries", i)
 		}
 	}
 	if first == nil {
 		return nil, nil
+	}
+	if first.work != nil {
+		return first.work.publisher(p), nil
 	}
 	if first.tx != nil {
 		return first.tx, nil

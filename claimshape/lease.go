@@ -198,16 +198,18 @@ func (s *LeaseStatements) Look(ctx context.Context, conn *pgx.Conn, all []Held, 
 	})
 }
 
-// AckAndCommit acknowledges a delivery in the handler's transaction, which conn is in, as its last statement, and commits it.
-// It answers false, and rolls back, where the row is not ours any more. An error means that nothing took effect where
-// Refused says so; else the COMMIT may have.
-func (s *LeaseStatements) AckAndCommit(ctx context.Context, conn *pgx.Conn, h Held) (bool, error) {
-	ours := false
-	ack := &stage{call: call{
-		statement: s.fencedAck, params: []any{h.ID, h.Token, h.Token2}, read: readIDs(func(int64) { ours = true }),
-	}}
+// AckAndCommit acknowledges deliveries in the handler's transaction, which conn is in, as its last statement, and commits it.
+// It answers false, and rolls back, where one of the rows is not ours any more. An error means that nothing took effect
+// where Refused says so; else the COMMIT may have. The connection is in no transaction afterwards.
+func (s *LeaseStatements) AckAndCommit(ctx context.Context, conn *pgx.Conn, all []Held) (bool, error) {
+	h := newHeldArrays(len(all))
+	for _, one := range all {
+		h.add(one)
+	}
+	ours := 0
+	ack := &stage{call: call{statement: s.fencedAck, params: h.params(), read: readIDs(func(int64) { ours++ })}}
 	s.link.steps(ctx, conn, ack)
-	if ack.err != nil || !ours {
+	if ack.err != nil || ours < len(all) {
 		restore(ctx, conn)
 		return false, opError(s.fencedAck.op, ack.err)
 	}
@@ -217,7 +219,14 @@ func (s *LeaseStatements) AckAndCommit(ctx context.Context, conn *pgx.Conn, h He
 		done.err = pgx.ErrTxCommitRollback
 	}
 	restore(ctx, conn)
-	return done.err == nil, opError(commit, done.err)
+	return done.err == nil, opError("commit", done.err)
+}
+
+// BeginWork begins a transaction for a handler. The server ends it where the client is silent for longer than idle.
+func BeginWork(ctx context.Context, conn *pgx.Conn, idle time.Duration) error {
+	_, err := conn.PgConn().Exec(ctx, fmt.Sprintf("%s; SET LOCAL idle_in_transaction_session_timeout TO %d",
+		beginReadCommitted, idle.Milliseconds())).ReadAll()
+	return err
 }
 
 // Probe tells whether a row is still held under its token, after a COMMIT whose answer was lost. It waits for the old

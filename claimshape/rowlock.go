@@ -169,9 +169,6 @@ func (s *RowLockStatements) settlement(all []Settlement, dead *DeadLetters) (cal
 	return c, len(ids) > 0
 }
 
-// Rollback ends the transaction; its rows are as they were.
-func (s *RowLockStatements) Rollback(ctx context.Context, conn *pgx.Conn) { restore(ctx, conn) }
-
 // Penalise makes a row of a batch that was rolled back due after a delay and counts its attempt, in a transaction of its
 // own. Somebody who has it in work by now keeps it.
 func (s *RowLockStatements) Penalise(ctx context.Context, conn *pgx.Conn, id int64, delay time.Duration) error {
