@@ -13,7 +13,7 @@ func (s *subscription) drain() {
 	}
 	if !s.awaitUntil(flushTimeout, func() bool { return s.unsettled == 0 }) {
 		s.lane.forget(s)
-		s.forgetHolds()
+		s.cancelSettling()
 	}
 	s.awaiting.Wait() // they end with their decision, which all have
 	s.abandon()
@@ -25,21 +25,13 @@ func (s *subscription) abandon() {
 	s.client.hub.leave(s.key, s.place, s.waker)
 	s.client.remove(s)
 	s.cancelClaims()
+	s.cancelSettling()
 	s.mu.Lock()
 	if s.cutClaim != nil {
 		s.cutClaim.Stop()
 	}
 	s.mu.Unlock()
 	close(s.out)
-}
-
-// forgetHolds ends transactions whose settlements have had their time. The server rolls them back.
-func (s *subscription) forgetHolds() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for h := range s.holds {
-		h.cancel()
-	}
 }
 
 // awaitUntil waits for a condition on what mu guards, for d at most, and says whether it holds.

@@ -154,7 +154,7 @@ func (t *leaseTx) drop() {
 }
 
 func (t *leaseTx) rollback() {
-	ctx, cancel := context.WithTimeout(context.Background(), holdTimeout)
+	ctx, cancel := context.WithTimeout(t.sub.settling, holdTimeout)
 	defer cancel()
 	if _, err := t.conn.Conn().PgConn().Exec(ctx, "ROLLBACK").ReadAll(); err != nil {
 		_ = t.conn.Conn().Close(ctx)
@@ -166,7 +166,7 @@ func (t *leaseTx) rollback() {
 func (t *leaseTx) commit(acks []*settlement) {
 	s, l := t.sub, t.sub.lane
 	held := l.freeze(acks)
-	ctx, cancel := context.WithTimeout(context.Background(), holdTimeout)
+	ctx, cancel := context.WithTimeout(t.sub.settling, holdTimeout)
 	defer cancel()
 	ours, err := s.queue.lease.AckAndCommit(ctx, t.conn.Conn(), held)
 	t.conn.Release()
@@ -192,7 +192,7 @@ func (t *leaseTx) commit(acks []*settlement) {
 
 // probe tells whether a COMMIT whose answer was lost took effect.
 func (t *leaseTx) probe(held []claimshape.Held, lost error) (committed bool, err error) {
-	ctx, cancel := context.WithTimeout(context.Background(), holdTimeout)
+	ctx, cancel := context.WithTimeout(t.sub.settling, holdTimeout)
 	defer cancel()
 	var still bool
 	err = t.sub.client.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {

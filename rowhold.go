@@ -38,9 +38,6 @@ type rowHold struct {
 	sub  *subscription
 	conn *pgxpool.Conn
 
-	ctx    context.Context // ends when the subscription does not wait for settlements any longer
-	cancel context.CancelFunc
-
 	work *workTx // of a Transactional subscription: what its handlers write in
 
 	// Of the claim that is in work:
@@ -80,10 +77,8 @@ func (s *subscription) claimHeld(limit int) (claimshape.Verdict, error) {
 		s.place.signal(1, s.woken, s.waker)
 	}
 	h := &rowHold{sub: s, conn: conn}
-	h.ctx, h.cancel = context.WithCancel(context.Background())
 	s.mu.Lock()
 	s.units++
-	s.holds[h] = struct{}{}
 	s.mu.Unlock()
 	h.take(got)
 	s.awaiting.Add(1)
@@ -179,7 +174,7 @@ func (h *rowHold) loop() {
 				h.lose(fmt.Errorf("%w: %w", errRowLockLost, err))
 				return
 			}
-		case <-h.ctx.Done():
+		case <-h.sub.settling.Done():
 			h.lose(ErrShutdown)
 			return
 		}
@@ -240,7 +235,7 @@ func (h *rowHold) giveUp(hung *time.Timer) {
 
 // ping finds out that the server has ended the transaction, and keeps it from being idle.
 func (h *rowHold) ping() error {
-	ctx, cancel := context.WithTimeout(h.ctx, heartbeat)
+	ctx, cancel := context.WithTimeout(h.sub.settling, heartbeat)
 	defer cancel()
 	if h.work != nil {
 		return h.work.ping(ctx)
@@ -280,14 +275,12 @@ func (h *rowHold) drop() {
 // end gives the connection and the slot back.
 func (h *rowHold) end() {
 	s := h.sub
-	h.cancel()
 	if h.conn != nil {
 		h.conn.Release()
 	}
 	s.client.budget.give()
 	s.mu.Lock()
 	s.units--
-	delete(s.holds, h)
 	// The last claim found no more, and the subscription has waited for this slot since before it: it need not look again.
 	s.drained = h.verdict == claimshape.Short && s.blocked != 0 && s.blocked == h.blocked
 	s.mu.Unlock()
@@ -302,7 +295,7 @@ func (h *rowHold) finish() bool {
 		h.lose(err)
 		return false
 	}
-	ctx, cancel := context.WithTimeout(h.ctx, holdTimeout)
+	ctx, cancel := context.WithTimeout(h.sub.settling, holdTimeout)
 	defer cancel()
 	next := h.nextClaim()
 	start := time.Now()
@@ -360,7 +353,7 @@ func (h *rowHold) endWork() error {
 			p.outcome = h.sub.decide(p.delivery, Retry().Because(ErrBatchRolledBack))
 		}
 	}
-	ctx, cancel := context.WithTimeout(h.ctx, holdTimeout)
+	ctx, cancel := context.WithTimeout(h.sub.settling, holdTimeout)
 	defer cancel()
 	_, err := h.conn.Conn().PgConn().Exec(ctx, "ROLLBACK TO SAVEPOINT "+baseSavepoint).ReadAll()
 	return err
@@ -427,7 +420,7 @@ func (h *rowHold) penalise(p *settlement) {
 	if p.outcome.kind == outcomeDeadLetter {
 		delay = max(delay, deadLetterPause)
 	}
-	ctx, cancel := context.WithTimeout(h.ctx, holdTimeout)
+	ctx, cancel := context.WithTimeout(h.sub.settling, holdTimeout)
 	defer cancel()
 	err := s.client.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
 		return s.queue.rowLock.Penalise(ctx, conn, d.row.ID, delay)
@@ -451,7 +444,7 @@ func (h *rowHold) probe() (committed bool, err error) {
 	if len(ids) == 0 {
 		return false, nil
 	}
-	ctx, cancel := context.WithTimeout(h.ctx, holdTimeout)
+	ctx, cancel := context.WithTimeout(h.sub.settling, holdTimeout)
 	defer cancel()
 	there := 0
 	err = h.sub.client.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {

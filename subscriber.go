@@ -341,6 +341,7 @@ func (s *Subscriber) add(sub *subscription) bool {
 	defer s.mu.Unlock()
 	if s.closed || !s.client.add(sub) {
 		sub.cancelClaims()
+		sub.cancelSettling()
 		return false
 	}
 	s.subs[sub] = struct{}{}
@@ -355,6 +356,7 @@ func (s *Subscriber) remove(sub *subscription) {
 
 func (s *Subscriber) newSubscription(ctx context.Context, topic, group string, q *queue) *subscription {
 	claims, cancel := context.WithCancel(context.Background())
+	settling, cancelSettling := context.WithCancel(context.Background())
 	config := s.config
 	if config.PollInterval == 0 {
 		config.PollInterval = s.client.config.PollInterval
@@ -365,8 +367,8 @@ func (s *Subscriber) newSubscription(ctx context.Context, topic, group string, q
 		log:    s.log.With(watermill.LogFields{"topic": topic, "consumer_group": group, "table": q.name}),
 		base:   context.WithoutCancel(ctx), out: make(chan *message.Message),
 		key: wakeKey{table: q.name, topic: topic}, waker: newWaker(),
-		stopping: make(chan struct{}), claims: claims, cancelClaims: cancel, done: make(chan struct{}),
-		inWork: map[*delivery]time.Time{}, holds: map[*rowHold]struct{}{}, changed: make(chan struct{}, 1),
+		stopping: make(chan struct{}), claims: claims, cancelClaims: cancel, settling: settling, cancelSettling: cancelSettling, done: make(chan struct{}),
+		inWork: map[*delivery]time.Time{}, changed: make(chan struct{}, 1),
 	}
 	sub.claim = sub.claimFrom
 	return sub

@@ -69,15 +69,17 @@ type subscription struct {
 	stopOnce     sync.Once
 	claims       context.Context // ends when a closing subscription does not wait for its claim any longer
 	cancelClaims context.CancelFunc
-	awaiting     sync.WaitGroup // one per delivery handed over
-	ended        func()         // what the Subscriber does at the end; may be nil
-	done         chan struct{}  // closed last of all
+
+	cancelSettling context.CancelFunc
+	settling       context.Context // of transactions; ends when their settlements have had their time
+	awaiting       sync.WaitGroup  // one per delivery handed over
+	ended          func()          // what the Subscriber does at the end; may be nil
+	done           chan struct{}   // closed last of all
 
 	mu        sync.Mutex
 	cutClaim  *time.Timer             // of stop
 	inWork    map[*delivery]time.Time // claimed and not decided, with the time of the claim
 	units     int                     // batches not decided, or transactions that hold rows
-	holds     map[*rowHold]struct{}   // those transactions
 	blocked   uint64                  // not zero while the loop waits for a slot: which wait it is
 	waits     uint64                  // such waits so far
 	drained   bool                    // a claim since the wait began has found that there is nothing more
