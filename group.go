@@ -78,7 +78,8 @@ func (s *subscription) adopt(ctx context.Context, conn *pgx.Conn) (more bool, er
 //
 // It waits for the transactions that have written to the table and are open, because they may have published to the group.
 // An error after ctx has ended means that the group is removed and messages of such transactions may be left; call it
-// again then. To remove the unnamed group where it is not registered is an error: its messages wait for their first
+// again then. Where the group was its topic's only one, what is published until RemoveGroup has returned may be deleted with
+// it. To remove the unnamed group where it is not registered is an error: its messages wait for their first
 // subscriber.
 func (c *Client) RemoveGroup(ctx context.Context, topic, group string) error {
 	if err := c.removeGroup(ctx, topic, group); err != nil {
