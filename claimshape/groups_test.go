@@ -123,6 +123,32 @@ func TestGroupsThatRegisterTogetherHaveOneAdopter(t *testing.T) {
 	}
 }
 
+// Another process is in the middle of its registration: whoever comes second must see it.
+func TestRegistrationsOfATopicTakeTurns(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	other, own := b.acquire(), b.acquire()
+	tx, err := other.Begin(b.ctx)
+	require.NoError(t, err)
+	_, err = tx.Exec(b.ctx, b.groups.topicLock.sql, "orders")
+	require.NoError(t, err)
+	_, err = tx.Exec(b.ctx, b.groups.register.sql, "orders", "first")
+	require.NoError(t, err)
+	second := make(chan Registration, 1)
+	go func() {
+		r, err := b.groups.Register(b.ctx, own, "orders", "second")
+		if err != nil {
+			t.Error(err)
+		}
+		second <- r
+	}()
+	blocked(t, second)
+	require.True(t, b.register("other topic", "second").Adopts, "other topics do not wait")
+	require.NoError(t, tx.Commit(b.ctx))
+	require.Equal(t, Registration{New: true}, soon(t, second))
+	require.Equal(t, "first", b.adopters("orders"))
+}
+
 // Whoever subscribes without a group has the rows without one: nobody else takes them, before or after.
 func TestUnnamedGroupKeepsItsRows(t *testing.T) {
 	t.Parallel()
