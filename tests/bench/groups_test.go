@@ -28,9 +28,9 @@ func BenchmarkGroups(b *testing.B) {
 					require.NoError(b, err)
 					require.NoError(b, sub.SubscribeInitialize(topic))
 				}
-				name := topic
-				if groups == 0 {
-					name = "no group"
+				name := map[int]string{0: "no group", 1: "1 group"}[groups]
+				if name == "" {
+					name = topic
 				}
 				all = append(all, contestant{name, func() []float64 {
 					return publishTimes(b, pub, topic, c.messages, c.calls, func() { exec(b, p, "TRUNCATE public.pgmill_messages") })
