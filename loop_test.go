@@ -209,7 +209,7 @@ func (l *loops) subscribe(ctx context.Context, c SubscriberConfig, claim claimFu
 	l.t.Helper()
 	sub, err := l.client.newSubscriber(c, watermill.NopLogger{})
 	require.NoError(l.t, err)
-	s := sub.newSubscription(ctx, "orders", l.queue)
+	s := sub.newSubscription(ctx, "orders", c.ConsumerGroup, l.queue)
 	s.claim = l.table.claim
 	if claim != nil {
 		s.claim = claim

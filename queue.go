@@ -19,6 +19,7 @@ type queue struct {
 	marshaler marshaler.Marshaler
 	insert    *claimshape.Insert
 	lease     *claimshape.Lease
+	groups    *claimshape.Groups
 
 	unnotified sync.Once // its channel is too long, and the log has said so
 
@@ -30,6 +31,7 @@ func newQueue(t claimshape.Table, l claimshape.Link, m marshaler.Marshaler) *que
 	return &queue{
 		table: t, name: t.String(), marshaler: m,
 		insert: claimshape.NewInsert(t, l), lease: claimshape.NewLease(t, l),
+		groups:   claimshape.NewGroups(t, l),
 		checking: make(chan struct{}, 1),
 	}
 }
@@ -53,7 +55,7 @@ func (q *queue) ready(ctx context.Context, c *Client) error {
 		return err
 	}
 	err := c.withConn(ctx, 1, func(ctx context.Context, conn *pgx.Conn) error {
-		return claimshape.Check(ctx, conn, q.table, q.insert, q.lease)
+		return claimshape.Check(ctx, conn, q.table, q.insert, q.lease, q.groups)
 	})
 	q.checked.Store(err == nil)
 	return err

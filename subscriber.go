@@ -25,6 +25,14 @@ const (
 
 // SubscriberConfig says how a Subscriber's subscriptions work. The zero SubscriberConfig is a good one.
 type SubscriberConfig struct {
+	// ConsumerGroup names a fan-out subscription that is durable: every group gets each message that is published after it
+	// was registered, by the first Subscribe or SubscribeInitialize of any process; the subscribers of one group compete.
+	// It has up to 255 bytes. Defaults to the unnamed group, which is one like the others.
+	ConsumerGroup string
+
+	// ConsumerGroupFunc gives the group of each topic, in place of ConsumerGroup.
+	ConsumerGroupFunc func(topic string) string
+
 	// Concurrency is how many messages of one subscription are with handlers at once. Defaults to 10. With 1 the
 	// subscription is a single stream: the next message comes after the Ack or Nack of the last.
 	Concurrency int
@@ -112,6 +120,12 @@ func (c *SubscriberConfig) check() error {
 	if c.Concurrency < 1 || c.Concurrency > maxConcurrency {
 		problems = append(problems, fmt.Errorf("SubscriberConfig.Concurrency %d: not between 1 and %d", c.Concurrency, maxConcurrency))
 	}
+	if c.ConsumerGroup != "" && c.ConsumerGroupFunc != nil {
+		problems = append(problems, errors.New("SubscriberConfig.ConsumerGroup and ConsumerGroupFunc: only one of them"))
+	}
+	if err := checkGroup(c.ConsumerGroup); err != nil {
+		problems = append(problems, fmt.Errorf("SubscriberConfig.ConsumerGroup: %w", err))
+	}
 	if c.PollInterval < 0 {
 		problems = append(problems, fmt.Errorf("SubscriberConfig.PollInterval %v: negative", c.PollInterval))
 	}
@@ -125,8 +139,11 @@ func (c *SubscriberConfig) check() error {
 // closed, after the drain. The values of ctx are in every message's context; its end is not: messages that are with
 // handlers have CloseTimeout to settle.
 //
-// It creates the default table where it is missing (see Config.NoMigrate) and needs the database for that; an error
-// leaves nothing behind and the call can be repeated. Later outages are survived: the channel stays open.
+// It creates the default table where it is missing (see Config.NoMigrate), registers the consumer group, and needs the
+// database for that; after an error the call can be repeated, and at most the table and the registration are left behind.
+// In the first 5 seconds of a group it waits, until they are over, for transactions that may have published without it:
+// what is committed after Subscribe has returned is the group's, unless its transaction was open all that time. Later
+// outages are survived: the channel stays open.
 func (s *Subscriber) Subscribe(ctx context.Context, topic string) (<-chan *message.Message, error) {
 	sub, err := s.subscribe(ctx, topic)
 	if err != nil {
@@ -149,13 +166,22 @@ func (s *Subscriber) subscribe(ctx context.Context, topic string) (*subscription
 	if err != nil {
 		return nil, err
 	}
+	group, err := s.group(topic)
+	if err != nil {
+		return nil, err
+	}
 	if err := s.client.checkListen(queue); err != nil {
 		return nil, err
 	}
 	if err := queue.ready(ctx, s.client); err != nil {
 		return nil, err
 	}
-	sub := s.newSubscription(ctx, topic, queue)
+	adopts, err := queue.register(ctx, s.client, topic, group, s.log)
+	if err != nil {
+		return nil, err
+	}
+	sub := s.newSubscription(ctx, topic, group, queue)
+	sub.adopts = adopts
 	if !s.add(sub) {
 		return nil, ErrSubscriberClosed
 	}
@@ -175,7 +201,16 @@ func (s *Subscriber) subscribe(ctx context.Context, topic string) (*subscription
 	return sub, nil
 }
 
-// SubscribeInitialize creates the default table where it is missing. Subscribe and Publish do the same.
+func (s *Subscriber) group(topic string) (string, error) {
+	if s.config.ConsumerGroupFunc == nil {
+		return s.config.ConsumerGroup, nil
+	}
+	group := s.config.ConsumerGroupFunc(topic)
+	return group, checkGroup(group)
+}
+
+// SubscribeInitialize creates the default table where it is missing and registers the consumer group, so that what is
+// published before the first Subscribe is kept for it. Subscribe does the same.
 func (s *Subscriber) SubscribeInitialize(topic string) error {
 	if err := s.initialize(topic); err != nil {
 		return fmt.Errorf("initialize %q: %w", topic, err)
@@ -194,7 +229,16 @@ func (s *Subscriber) initialize(topic string) error {
 	if err != nil {
 		return err
 	}
-	return queue.ready(context.Background(), s.client)
+	group, err := s.group(topic)
+	if err != nil {
+		return err
+	}
+	ctx := context.Background()
+	if err := queue.ready(ctx, s.client); err != nil {
+		return err
+	}
+	_, err = queue.register(ctx, s.client, topic, group, s.log)
+	return err
 }
 
 // Close ends all subscriptions and returns when their channels are closed: after at most CloseTimeout for the messages
@@ -242,16 +286,16 @@ func (s *Subscriber) remove(sub *subscription) {
 	delete(s.subs, sub)
 }
 
-func (s *Subscriber) newSubscription(ctx context.Context, topic string, q *queue) *subscription {
+func (s *Subscriber) newSubscription(ctx context.Context, topic, group string, q *queue) *subscription {
 	claims, cancel := context.WithCancel(context.Background())
 	config := s.config
 	if config.PollInterval == 0 {
 		config.PollInterval = s.client.config.PollInterval
 	}
 	sub := &subscription{
-		client: s.client, queue: q, config: config, topic: topic,
+		client: s.client, queue: q, config: config, topic: topic, group: group,
 		logger: s.log,
-		log:    s.log.With(watermill.LogFields{"topic": topic, "consumer_group": "", "table": q.name}),
+		log:    s.log.With(watermill.LogFields{"topic": topic, "consumer_group": group, "table": q.name}),
 		base:   context.WithoutCancel(ctx), out: make(chan *message.Message),
 		key: wakeKey{table: q.name, topic: topic}, waker: newWaker(),
 		stopping: make(chan struct{}), claims: claims, cancelClaims: cancel, done: make(chan struct{}),

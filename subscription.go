@@ -43,6 +43,10 @@ type subscription struct {
 	topic  string
 	group  string
 
+	adopts  bool      // what was published before any group was registered
+	adopted time.Time // when it last did
+	waited  bool      // since then
+
 	base context.Context // values of Subscribe's context; never ends
 	out  chan *message.Message
 	lane *lane
@@ -251,6 +255,7 @@ func (s *subscription) retry(d *delivery) Outcome {
 
 // wait until the interval, a wake, or the end. It answers false at the end.
 func (s *subscription) wait() bool {
+	s.waited = true
 	reason, waiting := s.waker.startWait()
 	if !waiting {
 		s.wokenBy(reason)
@@ -349,8 +354,15 @@ func (s *subscription) reportLost(d *delivery, err error) {
 // claimFrom is the claim that run uses: one statement on a connection of the pool.
 func (s *subscription) claimFrom(ctx context.Context, limit int) (rows []claimshape.Row, v claimshape.Verdict, err error) {
 	err = s.client.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+		more, err := s.adopt(ctx, conn)
+		if err != nil {
+			return err
+		}
 		s.sent = time.Now() // not before: the wait for a connection is no part of the lease
 		rows, v, err = s.queue.lease.Claim(ctx, conn, s.topic, s.group, claimshape.Floor{}, limit)
+		if more {
+			v = claimshape.Full
+		}
 		return err
 	})
 	if err != nil {

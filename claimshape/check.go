@@ -18,6 +18,10 @@ func (s *Lease) all() []statement {
 	return []statement{s.claim, s.settle, s.settleAck, s.look, s.extend}
 }
 
+func (g *Groups) all() []statement {
+	return []statement{g.registered, g.register, g.unregister, g.topicLock, g.writers, g.adopt, g.dropRows, g.stats}
+}
+
 // Check has the server prepare every statement of a table, so that a table which does not fit is an error at the start
 // and not a message later. It executes nothing. Errors name the table and the statement and wrap ErrSchema where the
 // server refused.

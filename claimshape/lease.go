@@ -164,7 +164,7 @@ func (s *Lease) Look(ctx context.Context, conn *pgx.Conn, all []Held, found func
 				if err != nil {
 					return err
 				}
-				found(id, len(v[1]) == 1 && (v[1][0] == 1 || v[1][0] == 't'))
+				found(id, readBool(v[1]))
 			}
 			return nil
 		},

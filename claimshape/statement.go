@@ -22,6 +22,9 @@ var templates = template.Must(template.New("").Option("missingkey=error").
 type names struct {
 	Table, Subscriptions, Migrations string
 	NotifyFunction, ChannelLiteral   string
+
+	SchemaLiteral, NameLiteral string
+	LockLiteral                string // of the table, in keys of advisory locks
 }
 
 func (t Table) names() names {
@@ -32,6 +35,9 @@ func (t Table) names() names {
 
 		NotifyFunction: t.sibling(notifyFunction),
 		ChannelLiteral: quoteLiteral(t.Channel()),
+
+		SchemaLiteral: quoteLiteral(t.Schema), NameLiteral: quoteLiteral(t.Name),
+		LockLiteral: quoteLiteral("pgmill register of " + pgx.Identifier{t.Schema, t.Name}.Sanitize() + " "),
 	}
 }
 

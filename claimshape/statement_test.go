@@ -26,6 +26,15 @@ func goldenTexts() map[string]string {
 	texts["extend.sql"] = lease.extend.sql
 	texts["limits.sql"] = setLimits.sql
 	texts["insert.sql"] = insert.insert.sql
+	groups := NewGroups(Default(), Link{})
+	texts["registered.sql"] = groups.registered.sql
+	texts["register.sql"] = groups.register.sql
+	texts["unregister.sql"] = groups.unregister.sql
+	texts["topic_lock.sql"] = groups.topicLock.sql
+	texts["writers.sql"] = groups.writers.sql
+	texts["adopt.sql"] = groups.adopt.sql
+	texts["drop_rows.sql"] = groups.dropRows.sql
+	texts["stats.sql"] = groups.stats.sql
 	texts["notify.sql"] = insert.notify.sql
 	texts["notify_one.sql"] = insert.notifyOne.sql
 	texts["notify_in_tx.sql"] = insert.notifyInTx.sql
@@ -84,7 +93,7 @@ func TestPreparedNamesAreOfTheTable(t *testing.T) {
 	t.Parallel()
 	names := map[string]string{}
 	for _, table := range []Table{{}, {Name: "jobs"}, {Schema: "app"}, {Schema: "app", Name: "jobs"}, {Name: "app.jobs"}} {
-		for _, set := range []statements{NewLease(table, Link{}), NewInsert(table, Link{})} {
+		for _, set := range []statements{NewLease(table, Link{}), NewInsert(table, Link{}), NewGroups(table, Link{})} {
 			for _, s := range set.all() {
 				require.Empty(t, names[s.name], "%s of %s", s.op, table)
 				names[s.name] = s.sql

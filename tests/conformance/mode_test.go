@@ -47,7 +47,8 @@ func (m mode) run(t *testing.T) {
 		m.features.RestartServiceCommand = server.RestartCommand(t)
 	}
 	started := server.PostmasterStartTime(t)
-	tests.TestPubSub(t, m.features, p.construct, nil) // no consumer groups yet
+	m.features.ConsumerGroups = true
+	tests.TestPubSub(t, m.features, p.construct, p.constructInGroup)
 	// TestReconnect has ended: of all leaf tests only it is not parallel.
 	if p.reconnects.Load() {
 		require.True(t, server.PostmasterStartTime(t).After(started), "TestReconnect did not restart the server")
@@ -67,6 +68,12 @@ func (p *pubSub) construct(t *testing.T) (message.Publisher, message.Subscriber)
 		p.reconnects.Store(true)
 	}
 	return p.open(t, p.config)
+}
+
+func (p *pubSub) constructInGroup(t *testing.T, group string) (message.Publisher, message.Subscriber) {
+	config := p.config
+	config.ConsumerGroup = group
+	return p.open(t, config)
 }
 
 // open closes what it makes when the test ends: the suite leaves some open, TestPublishSubscribeInOrder for one.

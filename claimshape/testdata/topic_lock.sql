@@ -1,0 +1,2 @@
+-- Topic lock: changes to the register of a topic ($1) take turns, until the transaction ends.
+SELECT pg_advisory_xact_lock(hashtextextended(E'pgmill register of "public"."pgmill_messages" ' || $1::text, 0))
