@@ -200,11 +200,11 @@ func (s *Subscriber) subscribe(ctx context.Context, topic string) (*subscription
 	if err := queue.ready(ctx, s.client); err != nil {
 		return nil, err
 	}
-	adopts, err := queue.register(ctx, s.client, topic, group, s.log)
+	dead, err := s.deadLetters(ctx, topic, queue)
 	if err != nil {
 		return nil, err
 	}
-	dead, err := s.deadLetters(ctx, topic, queue)
+	adopts, err := queue.register(ctx, s.client, topic, group, s.log)
 	if err != nil {
 		return nil, err
 	}
