@@ -106,7 +106,8 @@ type shared struct {
 	log    watermill.LoggerAdapter
 	opened bool
 	closed bool
-	routes *routes // made by the first Subscribe or Publish: the config is fixed
+	routes *routes           // made by the first Subscribe or Publish: the config is fixed
+	tables map[string]*queue // of dead letters that no route leads to
 	lanes  map[*queue]*lane
 	subs   map[*subscription]struct{}
 }
@@ -127,10 +128,11 @@ func clientOf(pool *pgxpool.Pool) (*Client, error) {
 	s := clients.of[key]
 	if s == nil {
 		s = &shared{
-			link:  claimshape.NewLink(pool.Config().ConnConfig),
-			log:   watermill.NopLogger{},
-			lanes: map[*queue]*lane{},
-			subs:  map[*subscription]struct{}{},
+			link:   claimshape.NewLink(pool.Config().ConnConfig),
+			log:    watermill.NopLogger{},
+			tables: map[string]*queue{},
+			lanes:  map[*queue]*lane{},
+			subs:   map[*subscription]struct{}{},
 		}
 		clients.of[key] = s
 		runtime.AddCleanup(pool, forgetClient, key)

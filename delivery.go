@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/components/delay"
 	"github.com/ThreeDotsLabs/watermill/message"
 
 	"github.com/pgmill/pgmill/claimshape"
@@ -58,6 +59,10 @@ type delivery struct {
 
 	// decided is set once, by whoever ends the delivery: the handler's Ack or Nack, the drain, or the keeper.
 	decided atomic.Bool
+
+	chosen  atomic.Pointer[Outcome] // by SetOutcome
+	called  atomic.Pointer[Outcome] // of chosen, what a call of the handler set
+	failure atomic.Pointer[error]   // of the last call, where the Outcomes middleware saw it
 
 	// The lease as the lane knows it; only the lane's lock guards it.
 	held  claimshape.Held
@@ -143,12 +148,73 @@ func (p *unmarshalPanic) Error() string { return fmt.Sprintf("panic: %v", p.valu
 // await ends the delivery as the handler says, unless it ends otherwise before: a lost lease, or the end of the drain.
 func (d *delivery) await() {
 	defer d.sub.awaiting.Done()
+	var o Outcome
 	select {
 	case <-d.msg.Acked():
-		d.end(Outcome{kind: outcomeAck})
+		o = Outcome{kind: outcomeAck}
 	case <-d.msg.Nacked():
-		d.end(d.sub.retry(d))
+		o = d.nacked()
 	case <-d.ctx.Done():
+		return
+	}
+	if chosen := d.chosen.Load(); chosen != nil && chosen.kind != outcomeNone {
+		o = *chosen
+	}
+	d.end(d.sub.decide(d, o))
+}
+
+// nacked is the outcome of a Nack: a retry, after the delay that a middleware has put into the message's metadata, or else
+// after the backoff.
+func (d *delivery) nacked() Outcome {
+	o := Retry()
+	if err := d.failure.Load(); err != nil {
+		o.cause = *err
+	}
+	wait, keys, err := d.newDelay()
+	if err != nil {
+		d.sub.log.Error("Delay of a nacked message is not one, the backoff counts", err, d.fields())
+	}
+	if keys == "" {
+		return o
+	}
+	return Outcome{kind: outcomeRetryAfter, delay: wait, cause: o.cause, metadata: keys}
+}
+
+// newDelay is the delay that a middleware or the handler has put into the message's metadata, with the keys that say so; no
+// keys where there is none but the one that the message came with, which is over.
+func (d *delivery) newDelay() (wait time.Duration, keys string, err error) {
+	until, span := d.msg.Metadata[delay.DelayedUntilKey], d.msg.Metadata[delay.DelayedForKey]
+	if until == "" && span == "" {
+		return 0, "", nil
+	}
+	wait, err = metadataDelay(d.msg.Metadata)
+	was := message.NewMessage("", nil)
+	if unread := d.sub.queue.marshaler.Unmarshal(&d.row, was); unread != nil {
+		return 0, "", nil
+	}
+	same := was.Metadata[delay.DelayedUntilKey] == until && was.Metadata[delay.DelayedForKey] == span
+	// The time has whole seconds: a short delay that a retry sets again may read as before. One that is not over was set now.
+	if same && (wait <= 0 || d.row.Attempt <= 1) {
+		return 0, "", nil
+	}
+	if err != nil {
+		return 0, "", err
+	}
+	return wait, encodeMetadata(map[string]string{delay.DelayedUntilKey: until, delay.DelayedForKey: span}), nil
+}
+
+// beginCall takes back what an earlier call of the handler chose: its outcome was that call's. What was chosen outside
+// stays.
+func (d *delivery) beginCall() *Outcome {
+	if o := d.chosen.Load(); o != nil && o == d.called.Load() {
+		d.chosen.CompareAndSwap(o, nil)
+	}
+	return d.chosen.Load()
+}
+
+func (d *delivery) endCall(before *Outcome) {
+	if o := d.chosen.Load(); o != before {
+		d.called.Store(o)
 	}
 }
 
@@ -200,6 +266,11 @@ func (d *delivery) finish(outcome string, o Outcome, err error) {
 	d.cancel(cause)
 	if err == nil {
 		err = o.cause
+	}
+	if outcome == outcomeDeadLetter.settled() {
+		d.sub.log.Error("Message is a dead letter", err, d.fields().Add(watermill.LogFields{
+			"reason": o.reason, "dead_letter": d.sub.dead.String(),
+		}))
 	}
 	d.sub.client.config.Observer.settled(SettleEvent{Delivery: d.info(), Outcome: outcome, Reason: o.reason, Err: err})
 	d.sub.settled()

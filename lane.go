@@ -255,10 +255,13 @@ func (l *lane) take() []*settlement {
 		return nil
 	}
 	var batch []*settlement
+	var dead *claimshape.DeadLetters // one statement moves them to one table
 	l.pending = slices.DeleteFunc(l.pending, func(p *settlement) bool {
-		if len(batch) == maxSettle || p.alone || now.Before(p.after) {
+		to := p.deadLetters()
+		if len(batch) == maxSettle || p.alone || now.Before(p.after) || to != nil && dead != nil && to != dead {
 			return false
 		}
+		dead = cmp.Or(dead, to)
 		batch = append(batch, p)
 		return true
 	})
@@ -298,10 +301,14 @@ func (l *lane) send(batch []*settlement) {
 	for _, p := range batch {
 		missing[p.delivery.row.ID] = p
 	}
+	var dead *claimshape.DeadLetters
+	for _, p := range batch {
+		dead = cmp.Or(dead, p.deadLetters())
+	}
 	var settled []*settlement
 	err := l.statement(func(ctx context.Context, conn *pgx.Conn) error {
 		settled = settled[:0]
-		return l.queue.lease.Settle(ctx, conn, l.settlements(batch), func(id int64) {
+		return l.queue.lease.Settle(ctx, conn, l.settlements(batch), dead, func(id int64) {
 			settled = append(settled, missing[id])
 		})
 	})
@@ -320,14 +327,13 @@ func (l *lane) send(batch []*settlement) {
 	}
 }
 
-// announce notifies other processes of rows that are claimable again at once. Delayed ones wake this process when they
-// are due.
+// announce notifies other processes of rows that are claimable at once: again, or as dead letters. Delayed ones wake this
+// process when they are due.
 func (l *lane) announce(settled []*settlement) {
-	var topics []string
+	topics := map[*queue][]string{}
 	for _, p := range settled {
-		s, topic := p.statement(), p.delivery.sub.topic
-		if s.Outcome != claimshape.Acked && s.Delay <= 0 && !slices.Contains(topics, topic) {
-			topics = append(topics, topic)
+		if q, topic := p.claimable(); q != nil && !slices.Contains(topics[q], topic) {
+			topics[q] = append(topics[q], topic)
 		}
 	}
 	if len(topics) == 0 {
@@ -335,7 +341,29 @@ func (l *lane) announce(settled []*settlement) {
 	}
 	ctx, cancel := context.WithTimeout(l.ctx, l.timeout())
 	defer cancel()
-	l.client.announce(ctx, l.queue, topics)
+	for q, topics := range topics {
+		l.client.announce(ctx, q, topics)
+	}
+}
+
+// claimable is where a settled row is to be claimed now, if anywhere.
+func (p *settlement) claimable() (*queue, string) {
+	sub := p.delivery.sub
+	switch s := p.statement(); {
+	case s.Outcome == claimshape.DeadLettered:
+		return sub.dead.queue, sub.dead.topic
+	case s.Outcome != claimshape.Acked && s.Delay <= 0:
+		return sub.queue, sub.topic
+	}
+	return nil, ""
+}
+
+// deadLetters is nil where the settlement is none.
+func (p *settlement) deadLetters() *claimshape.DeadLetters {
+	if p.outcome.kind != outcomeDeadLetter {
+		return nil
+	}
+	return p.delivery.sub.dead.move
 }
 
 func (l *lane) settlements(batch []*settlement) []claimshape.Settlement {
@@ -349,12 +377,14 @@ func (l *lane) settlements(batch []*settlement) []claimshape.Settlement {
 }
 
 func (p *settlement) statement() claimshape.Settlement {
-	s := claimshape.Settlement{Held: p.delivery.held}
+	s := claimshape.Settlement{Held: p.delivery.held, Metadata: []byte(p.outcome.metadata)}
 	switch p.outcome.kind {
 	case outcomeRetry, outcomeRetryAfter:
 		s.Outcome, s.Delay = claimshape.Retried, p.outcome.delay
 	case outcomeRelease:
 		s.Outcome = claimshape.Released
+	case outcomeDeadLetter:
+		s.Outcome, s.Topic = claimshape.DeadLettered, p.delivery.sub.dead.topic
 	default:
 		s.Outcome = claimshape.Acked
 	}
@@ -398,8 +428,8 @@ func (l *lane) lookAgain(missing map[int64]*settlement) {
 		}
 	}
 	for _, p := range other {
-		// A retry or release of ours leaves the row behind, free or claimed again; an ack does not.
-		if p.unsure && p.statement().Outcome != claimshape.Acked {
+		// A retry or release of ours leaves the row behind, free or claimed again; an ack or a dead letter does not.
+		if o := p.statement().Outcome; p.unsure && (o == claimshape.Retried || o == claimshape.Released) {
 			settled = append(settled, p)
 		} else {
 			lost = append(lost, p)
@@ -463,6 +493,9 @@ func (l *lane) failed(batch []*settlement, err error) {
 		l.send(batch[:len(batch)/2])
 		l.send(batch[len(batch)/2:])
 		return
+	case blamesRows(err) && batch[0].outcome.kind == outcomeDeadLetter:
+		l.postpone(batch[0], err)
+		return
 	case blamesRows(err):
 		l.finish(batch[0], outcomeLost, err)
 		return
@@ -485,6 +518,15 @@ func (l *lane) failed(batch []*settlement, err error) {
 		l.log.Error("Settling is interrupted and will be tried again", err, nil)
 	}
 	l.again(batch)
+}
+
+// postpone keeps a message whose dead letter the server refused: it stays where it is, and comes back later. Where it has
+// no attempt left it is a dead letter again then, without a handler.
+func (l *lane) postpone(p *settlement, err error) {
+	p.delivery.sub.log.Error("Dead letter could not be stored, the message stays", err,
+		p.delivery.fields().Add(watermill.LogFields{"reason": p.outcome.reason, "dead_letter": p.delivery.sub.dead.String()}))
+	p.outcome = RetryAfter(deadLetterPause).Because(err)
+	l.again([]*settlement{p})
 }
 
 // blamesRows says that the server refused a statement for what is in it, and not for the state the server is in. What it

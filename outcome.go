@@ -1,17 +1,22 @@
 package pgmill
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"time"
+
+	"github.com/ThreeDotsLabs/watermill/message"
 )
 
 // Outcome is how a delivery ends. The zero Outcome is none.
 type Outcome struct {
-	kind   outcomeKind
-	delay  time.Duration
-	reason string
-	cause  error
+	kind     outcomeKind
+	delay    time.Duration
+	reason   string
+	cause    error
+	metadata string // of a retry or a dead letter: a JSON object of keys that are added to the row's
 }
 
 type outcomeKind uint8
@@ -23,6 +28,7 @@ const (
 	outcomeRetryAfter
 	outcomeDiscard
 	outcomeRelease
+	outcomeDeadLetter
 )
 
 // Retry brings the message back after the subscription's backoff.
@@ -35,6 +41,10 @@ func RetryAfter(d time.Duration) Outcome { return Outcome{kind: outcomeRetryAfte
 // Discard deletes the message.
 func Discard() Outcome { return Outcome{kind: outcomeDiscard} }
 
+// DeadLetter moves the message to the subscription's dead letters, whatever its attempt. Without a
+// SubscriberConfig.DeadLetter it is a Retry, with an error log.
+func DeadLetter(reason string) Outcome { return Outcome{kind: outcomeDeadLetter, reason: reason} }
+
 // Because adds what led to the outcome; it is in Error and in Observer.Settled.
 func (o Outcome) Because(err error) Outcome {
 	o.cause = err
@@ -44,8 +54,11 @@ func (o Outcome) Because(err error) Outcome {
 // Error says what the outcome is and why.
 func (o Outcome) Error() string {
 	text := o.kind.String()
-	if o.kind == outcomeRetryAfter {
+	switch o.kind {
+	case outcomeRetryAfter:
 		text = fmt.Sprintf("retry after %v", o.delay)
+	case outcomeDeadLetter:
+		text = "dead letter: " + o.reason
 	}
 	if o.cause != nil {
 		return text + ": " + o.cause.Error()
@@ -57,12 +70,70 @@ func (o Outcome) Error() string {
 func (o Outcome) Unwrap() error { return o.cause }
 
 func (k outcomeKind) String() string {
-	return [...]string{"none", "ack", "retry", "retry", "discard", "release"}[k]
+	return [...]string{"none", "ack", "retry", "retry", "discard", "release", "dead letter"}[k]
 }
 
 // settled is the outcome's name in Observer.Settled.
 func (k outcomeKind) settled() string {
-	return [...]string{"", "acked", "retried", "retried", "discarded", "released"}[k]
+	return [...]string{"", "acked", "retried", "retried", "discarded", "released", "deadLettered"}[k]
+}
+
+// SetOutcome says how the delivery that ctx belongs to is to end: it wins over the Ack and over the Nack that follows. The
+// last one that is set counts; the zero Outcome takes it back. It answers false where ctx belongs to no delivery, or to
+// one that has been answered or was lost.
+func SetOutcome(ctx context.Context, o Outcome) bool {
+	d := deliveryFrom(ctx)
+	if d == nil || d.decided.Load() || d.answered() {
+		return false
+	}
+	d.chosen.Store(&o)
+	return true
+}
+
+// Outcomes is a middleware that lets a handler return an Outcome as its error, wrapped or not. Add it last, so that it is
+// the innermost: it reports success outward, or Retry would repeat a Discard and PoisonQueue park a RetryAfter. What the
+// handler returned beside the error is dropped. Other errors go outward as they are, and are the reason of a dead letter
+// that they lead to.
+//
+// A handler that ends its goroutine (runtime.Goexit, t.FailNow) is a Nack: the Router would never hear of it.
+func Outcomes(h message.HandlerFunc) message.HandlerFunc {
+	return func(msg *message.Message) ([]*message.Message, error) {
+		d := deliveryFrom(msg.Context())
+		if d == nil {
+			return h(msg)
+		}
+		before, returned := d.beginCall(), false
+		defer func() {
+			d.endCall(before)
+			if returned {
+				return
+			}
+			if p := recover(); p != nil {
+				panic(p) // others may recover it and call again
+			}
+			msg.Nack()
+		}()
+		produced, err := h(msg)
+		returned = true
+		d.failure.Store(&err)
+		var o Outcome
+		if !errors.As(err, &o) {
+			return produced, err
+		}
+		// What has ended before, as under InstantAck, cannot end otherwise; a Discard then has nothing left to do.
+		if SetOutcome(msg.Context(), o.because(err)) || o.kind == outcomeDiscard {
+			return nil, nil
+		}
+		return nil, err
+	}
+}
+
+// because keeps what an outcome was wrapped in as its cause, unless it has one.
+func (o Outcome) because(err error) Outcome {
+	if _, bare := err.(Outcome); !bare && o.cause == nil {
+		o.cause = err
+	}
+	return o
 }
 
 const (

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/components/delay"
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
@@ -32,6 +33,11 @@ type PublisherConfig struct {
 	// other processes are woken at its commit, without Committed. It costs the transaction a lock at commit that is global
 	// to the server, and PREPARE TRANSACTION is refused after it. Defaults to false.
 	NotifyInTx bool
+
+	// Delay of a message: it is not delivered before, by the database's clock. Less than zero counts as zero, more than a
+	// hundred years as a hundred years. Where it is set it is asked for each message whose metadata has no delay of
+	// Watermill's delay component. Defaults to none.
+	Delay func(topic string, msg *message.Message) time.Duration
 
 	// MaxPayload is the largest payload in bytes that Publish takes. Defaults to no limit of ours; PostgreSQL's is 1 GiB.
 	MaxPayload int
@@ -87,6 +93,8 @@ func (c *Client) newPublisher(config PublisherConfig, logger watermill.LoggerAda
 // most 10 seconds. An error that wraps ErrPublishUnknown means that the answer was lost and the messages may be stored;
 // after any other they are not. Publish never repeats such an insert by itself.
 //
+// A message whose metadata has a delay (Watermill's delay component, or its DelayOnError) is delivered when that is over.
+//
 // Where the messages' contexts carry a transaction (WithTx, InTx), they are stored in it; all must carry the same one.
 // Nothing of the messages is read after Publish has returned.
 func (p *Publisher) Publish(topic string, msgs ...*message.Message) error {
@@ -125,7 +133,7 @@ func (p *Publisher) publish(topic string, msgs []*message.Message) error {
 	}
 	err = p.insert(ctx, queue, topic, records)
 	if err == nil || errors.Is(err, ErrPublishUnknown) { // the messages may be stored; a needless wake is one claim
-		p.client.hub.signal(wakeKey{table: queue.name, topic: topic}, len(msgs), wokenByPublish)
+		p.client.hub.stored(wakeKey{table: queue.name, topic: topic}, newRowsOf(records))
 	}
 	return err
 }
@@ -162,6 +170,16 @@ func (p *Publisher) records(m marshaler.Marshaler, topic string, msgs []*message
 		}
 		metadata = append(metadata, rec.Metadata...) // in place where the capacity was enough
 		r.Topics[i], r.UUIDs[i], r.Payloads[i] = topic, msg.UUID, rec.Payload
+		wait, err := p.delay(topic, msg)
+		if err != nil {
+			return nil, fmt.Errorf("message %d (uuid %.64q): %w", i, msg.UUID, err)
+		}
+		if us := claimshape.Delay(wait); us > 0 {
+			if r.Delays == nil {
+				r.Delays = make([]int64, n)
+			}
+			r.Delays[i] = us
+		}
 		r.Metadata[i] = metadata[len(metadata)-len(rec.Metadata):]
 		size += len(topic) + len(msg.UUID) + len(rec.Payload) + len(rec.Metadata)
 	}
@@ -169,6 +187,24 @@ func (p *Publisher) records(m marshaler.Marshaler, topic string, msgs []*message
 		return nil, fmt.Errorf("%d messages have %d bytes together, one call takes %d", n, size, maxCallBytes)
 	}
 	return r, nil
+}
+
+// delay of a message. One that is a delivery of ours came with a delay that is over, and may have one that is none: that is
+// no reason to refuse it to a poison queue.
+func (p *Publisher) delay(topic string, msg *message.Message) (time.Duration, error) {
+	_, timed := msg.Metadata[delay.DelayedUntilKey]
+	_, spanned := msg.Metadata[delay.DelayedForKey]
+	if !timed && !spanned {
+		if p.config.Delay == nil {
+			return 0, nil
+		}
+		return p.config.Delay(topic, msg), nil
+	}
+	if d := deliveryFrom(msg.Context()); d != nil && d.msg == msg {
+		wait, _, _ := d.newDelay()
+		return wait, nil
+	}
+	return metadataDelay(msg.Metadata)
 }
 
 func (p *Publisher) record(m marshaler.Marshaler, topic string, msg *message.Message, rec *marshaler.Record) error {
@@ -207,7 +243,7 @@ func (p *Publisher) insert(ctx context.Context, q *queue, topic string, r *claim
 // insertOnce stores the records, and notifies in the same round trip, on the connection that wrote them, or leaves that
 // to the notifier.
 func (p *Publisher) insertOnce(ctx context.Context, conn *pgx.Conn, q *queue, topic string, r *claimshape.Records) error {
-	if !p.client.notifies(q) {
+	if !p.client.notifies(q) || r.Due() == 0 { // nobody can claim them yet
 		return q.insert.Run(ctx, conn, r)
 	}
 	if p.client.config.NotifyInterval > 0 {

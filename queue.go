@@ -23,6 +23,9 @@ type queue struct {
 
 	unnotified sync.Once // its channel is too long, and the log has said so
 
+	mu    sync.Mutex
+	moves map[string]*claimshape.DeadLetters // by the table that rows are moved to
+
 	checked  atomic.Bool
 	checking chan struct{} // one token; a mutex that a context can leave
 }

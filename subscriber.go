@@ -45,9 +45,19 @@ type SubscriberConfig struct {
 	// with jitter, from 100ms to 1 minute. NoBackoff brings messages back at once.
 	Backoff func(attempt int) time.Duration
 
-	// OnUndecodable is what happens to a row that the Marshaler cannot make a message of: Discard, Retry or RetryAfter.
-	// Defaults to RetryAfter(1 minute): the row stays and comes back, with an error log each time and a count in Health.
+	// OnUndecodable is what happens to a row that the Marshaler cannot make a message of: Discard, Retry, RetryAfter
+	// or DeadLetter. Defaults to DeadLetter where there is one, and else to RetryAfter(1 minute): the row stays and comes
+	// back, with an error log each time and a count in Health.
 	OnUndecodable Outcome
+
+	// MaxAttempts is how often a message is delivered at most, the first time included. What is not acknowledged then is a
+	// dead letter, even if its process died. Defaults to 0, no limit; needs DeadLetter.
+	MaxAttempts int
+
+	// DeadLetter is where messages go after MaxAttempts deliveries, or by the outcome DeadLetter: Topic or IntoTable. They
+	// get the metadata of Watermill's poison queue (reason, topic, handler, subscriber) and start again at attempt 1; see
+	// Client.Requeue. A message is in exactly one place at any time. Needs MaxAttempts.
+	DeadLetter Destination
 
 	// MaxHold is how long a message may be with its handler. After it the lease is not extended any more: the message's
 	// context ends with ErrLeaseLost, its slot is free, and it comes again when the lease ends. Set it where a handler may
@@ -109,6 +119,9 @@ func (c *SubscriberConfig) setDefaults() {
 	}
 	if c.OnUndecodable.kind == outcomeNone {
 		c.OnUndecodable = RetryAfter(undecodableDelay)
+		if c.DeadLetter.kind != nowhere {
+			c.OnUndecodable = DeadLetter("not decodable")
+		}
 	}
 	if c.CloseTimeout == 0 {
 		c.CloseTimeout = defaultCloseTimeout
@@ -128,6 +141,19 @@ func (c *SubscriberConfig) check() error {
 	}
 	if c.PollInterval < 0 {
 		problems = append(problems, fmt.Errorf("SubscriberConfig.PollInterval %v: negative", c.PollInterval))
+	}
+	if c.MaxAttempts < 0 {
+		problems = append(problems, fmt.Errorf("SubscriberConfig.MaxAttempts %d: negative", c.MaxAttempts))
+	}
+	if (c.MaxAttempts > 0) != (c.DeadLetter.kind != nowhere) {
+		problems = append(problems, fmt.Errorf("SubscriberConfig.MaxAttempts %d and DeadLetter to %v: one needs the other",
+			c.MaxAttempts, c.DeadLetter))
+	}
+	if err := c.DeadLetter.check(); err != nil {
+		problems = append(problems, fmt.Errorf("SubscriberConfig.DeadLetter: %w", err))
+	}
+	if c.OnUndecodable.kind == outcomeDeadLetter && c.DeadLetter.kind == nowhere {
+		problems = append(problems, errors.New("SubscriberConfig.OnUndecodable is DeadLetter, and there is no DeadLetter"))
 	}
 	if c.MaxHold < 0 {
 		problems = append(problems, fmt.Errorf("SubscriberConfig.MaxHold %v: negative", c.MaxHold))
@@ -176,11 +202,16 @@ func (s *Subscriber) subscribe(ctx context.Context, topic string) (*subscription
 	if err := queue.ready(ctx, s.client); err != nil {
 		return nil, err
 	}
+	dead, err := s.deadLetters(ctx, topic, queue)
+	if err != nil {
+		return nil, err
+	}
 	adopts, err := queue.register(ctx, s.client, topic, group, s.log)
 	if err != nil {
 		return nil, err
 	}
 	sub := s.newSubscription(ctx, topic, group, queue)
+	sub.dead = dead
 	sub.adopts = adopts
 	if !s.add(sub) {
 		return nil, ErrSubscriberClosed

@@ -47,6 +47,8 @@ type subscription struct {
 	adopted time.Time // when it last did
 	waited  bool      // since then
 
+	dead *deadLetters // nil: messages are delivered for ever
+
 	base context.Context // values of Subscribe's context; never ends
 	out  chan *message.Message
 	lane *lane
@@ -208,6 +210,10 @@ func (s *subscription) handOver(all []*delivery) {
 			d.end(Outcome{kind: outcomeRelease})
 			continue
 		}
+		if s.overCap(d) {
+			s.bury(d)
+			continue
+		}
 		if err := d.decode(); err != nil {
 			s.undecodable(d, err)
 			continue
@@ -239,18 +245,16 @@ func (s *subscription) undecodable(d *delivery, err error) {
 	s.log.Error("Row does not decode", err, fields)
 	s.noteUndecodable()
 	o := s.config.OnUndecodable
-	if o.kind == outcomeRetry {
-		o = s.retry(d)
+	if o.kind == outcomeDeadLetter {
+		o.reason = err.Error()
 	}
-	d.end(o.Because(err))
+	d.end(s.decide(d, o.Because(err)))
 }
 
-// retry is what follows a Nack.
-func (s *subscription) retry(d *delivery) Outcome {
+// backoff is the delay of a retry.
+func (s *subscription) backoff(d *delivery) time.Duration {
 	const maxInt = int(^uint(0) >> 1)
-	o := Retry()
-	o.delay = s.config.Backoff(int(min(d.row.Attempt, int64(maxInt))))
-	return o
+	return s.config.Backoff(int(min(d.row.Attempt, int64(maxInt))))
 }
 
 // wait until the interval, a wake, or the end. It answers false at the end.
@@ -340,6 +344,8 @@ func (s *subscription) afterSettle(o Outcome) {
 		s.place.due.add(max(0, o.delay))
 	case outcomeRelease:
 		s.place.signal(1, wokenBySettled, nil)
+	case outcomeDeadLetter:
+		s.client.hub.signal(wakeKey{table: s.dead.queue.name, topic: s.dead.topic}, 1, wokenByPublish)
 	}
 }
 

@@ -22,7 +22,7 @@ type TxPublisher struct {
 	ours bool // the transaction is InTx's: it notifies after the commit
 
 	mu    sync.Mutex
-	wakes map[txTopic]int // rows that nobody was woken for
+	wakes map[txTopic]newRows // rows that nobody was woken for
 }
 
 type txTopic struct {
@@ -78,7 +78,8 @@ func (t *TxPublisher) publish(topic string, msgs []*message.Message) error {
 		}
 		return err
 	}
-	if t.notifiesInside() && t.publisher.client.notifies(queue) {
+	n := newRowsOf(records)
+	if n.due > 0 && t.notifiesInside() && t.publisher.client.notifies(queue) {
 		sql, args := queue.insert.NotifySQL([]string{topic})
 		if err := t.exec(ctx, sql, args...); err != nil {
 			return err
@@ -87,9 +88,12 @@ func (t *TxPublisher) publish(topic string, msgs []*message.Message) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.wakes == nil {
-		t.wakes = map[txTopic]int{}
+		t.wakes = map[txTopic]newRows{}
 	}
-	t.wakes[txTopic{queue, topic}] += len(msgs)
+	all := t.wakes[txTopic{queue, topic}]
+	all.due += n.due
+	all.later = append(all.later, n.later...)
+	t.wakes[txTopic{queue, topic}] = all
 	return nil
 }
 
@@ -119,7 +123,10 @@ func (t *TxPublisher) wake() map[*queue][]string {
 	t.mu.Unlock()
 	topics := map[*queue][]string{}
 	for to, n := range wakes {
-		t.publisher.client.hub.signal(wakeKey{table: to.queue.name, topic: to.topic}, n, wokenByPublish)
+		t.publisher.client.hub.stored(wakeKey{table: to.queue.name, topic: to.topic}, n)
+		if n.due == 0 {
+			continue // nobody can claim it yet
+		}
 		topics[to.queue] = append(topics[to.queue], to.topic)
 	}
 	return topics

@@ -7,6 +7,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/pgmill/pgmill/claimshape"
 )
 
 // wakeReason says what ended a wait.
@@ -120,6 +122,43 @@ type wakeGroup struct {
 	wakers atomic.Pointer[[]*waker] // copied on write
 	turn   atomic.Uint32
 	due    dueTimes
+}
+
+// newRows are rows that were stored: some are due, others will be.
+type newRows struct {
+	due   int
+	later []time.Time
+}
+
+func newRowsOf(r *claimshape.Records) newRows {
+	n := newRows{due: r.Due()}
+	for _, delay := range r.Delays {
+		if delay > 0 {
+			n.later = append(n.later, dueAt(time.Duration(delay)*time.Microsecond))
+		}
+	}
+	return n
+}
+
+// stored wakes subscriptions of a topic for new rows, now and when they are due, in each group.
+func (h *wakeHub) stored(key wakeKey, n newRows) {
+	if n.due > 0 {
+		h.signal(key, n.due, wokenByPublish)
+	}
+	if len(n.later) == 0 {
+		return
+	}
+	h.mu.RLock()
+	defer h.mu.RUnlock()
+	topic := h.topics[key]
+	if topic == nil {
+		return
+	}
+	for _, g := range *topic.groups.Load() {
+		for _, at := range n.later {
+			g.due.addAt(at)
+		}
+	}
 }
 
 // signal wakes subscriptions of a topic for n new rows, in each group.
@@ -262,9 +301,6 @@ func (h *wakeHub) restoreLocked(key groupKey, due *dueTimes) {
 	delete(h.kept, key)
 }
 
-// maxDue is the longest delay that a row can have; what is added to it must not overflow.
-const maxDue = 100 * 365 * 24 * time.Hour
-
 // dueTimes wakes when a delay that this process knows of is over.
 type dueTimes struct {
 	fire func(n int)
@@ -275,17 +311,24 @@ type dueTimes struct {
 	ended bool
 }
 
-// add wakes after d. The database's clock decides what is due and may run slower than ours: a ten-thousandth is more
-// than quartz clocks differ.
-func (t *dueTimes) add(d time.Duration) {
-	d = min(d, maxDue)
-	t.addAt(time.Now().Add(d + d/10_000 + time.Millisecond))
+// dueAt is when something that is due after d is due by the database's clock, which decides and may run slower than
+// ours: a ten-thousandth is more than quartz clocks differ.
+func dueAt(d time.Duration) time.Time {
+	d = min(d, claimshape.MaxDelay)
+	return time.Now().Add(d + d/10_000 + time.Millisecond)
 }
+
+// add wakes after d.
+func (t *dueTimes) add(d time.Duration) { t.addAt(dueAt(d)) }
+
+// maxDueTimes bounds the memory of a process that publishes delayed messages by the million: what is beyond it is found at
+// the poll interval.
+const maxDueTimes = 100_000
 
 func (t *dueTimes) addAt(at time.Time) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.ended {
+	if t.ended || len(t.times) >= maxDueTimes && !at.Before(t.times[0]) {
 		return
 	}
 	heap.Push(&t.times, at)

@@ -22,6 +22,10 @@ func (g *Groups) all() []statement {
 	return []statement{g.registered, g.register, g.unregister, g.topicLock, g.writers, g.adopt, g.dropRows, g.stats}
 }
 
+func (d *DeadLetters) all() []statement {
+	return []statement{d.settle, d.firstGroup, d.deadTopics, d.requeued}
+}
+
 // Check has the server prepare every statement of a table, so that a table which does not fit is an error at the start
 // and not a message later. It executes nothing. Errors name the table and the statement and wrap ErrSchema where the
 // server refused.

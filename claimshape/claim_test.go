@@ -439,7 +439,7 @@ func settleExtended(b *bundle, conn *pgx.Conn, rows []Row) error {
 	}
 	for len(all) > 0 {
 		settled := map[int64]bool{}
-		if err := b.lease.Settle(b.ctx, conn, all, func(id int64) { settled[id] = true }); err != nil {
+		if err := b.lease.Settle(b.ctx, conn, all, nil, func(id int64) { settled[id] = true }); err != nil {
 			return err
 		}
 		all = slices.DeleteFunc(all, func(s Settlement) bool { return settled[s.ID] })

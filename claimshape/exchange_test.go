@@ -46,10 +46,10 @@ func steps() []step {
 			return b.lease.Look(ctx, b.conn, heldAll(rows), func(_ int64, held bool) { require.True(b.t, held) })
 		}},
 		{"settle", func(ctx context.Context, b *bundle) error {
-			return b.lease.Settle(ctx, b.conn, outcome(Retried, rows[0]), expectIDs(b.t, rows[:1]))
+			return b.lease.Settle(ctx, b.conn, outcome(Retried, rows[0]), nil, expectIDs(b.t, rows[:1]))
 		}},
 		{"settle", func(ctx context.Context, b *bundle) error {
-			return b.lease.Settle(ctx, b.conn, outcome(Acked, rows[1]), expectIDs(b.t, rows[1:]))
+			return b.lease.Settle(ctx, b.conn, outcome(Acked, rows[1]), nil, expectIDs(b.t, rows[1:]))
 		}},
 	}
 }

@@ -2,6 +2,7 @@ package claimshape
 
 import (
 	"context"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 )
@@ -11,12 +12,32 @@ type Records struct {
 	Topics, UUIDs []string
 	Payloads      [][]byte // borrowed for the length of the insert; nil is empty
 	Metadata      [][]byte // JSON text, empty for none; borrowed likewise
+	Delays        []int64  // in microseconds, see Delay; nil is none of any
 }
 
 // Len is the number of messages.
 func (r *Records) Len() int { return len(r.Topics) }
 
-func (r *Records) params() []any { return []any{r.Topics, r.UUIDs, r.Payloads, texts(r.Metadata)} }
+func (r *Records) params() []any {
+	return []any{r.Topics, r.UUIDs, r.Payloads, texts(r.Metadata), r.Delays}
+}
+
+// Due is how many of the records have no delay.
+func (r *Records) Due() int {
+	due := r.Len()
+	for _, delay := range r.Delays {
+		if delay > 0 {
+			due--
+		}
+	}
+	return due
+}
+
+// Delay is a delay as statements take it: in microseconds, not negative, and inside what the server can store.
+func Delay(d time.Duration) int64 { return max(0, min(d, MaxDelay)).Microseconds() }
+
+// MaxDelay is the longest delay of a row; a longer one is cut to it.
+const MaxDelay = 100 * 365 * 24 * time.Hour
 
 // Insert is the statement that stores messages in a table, with the one that notifies of them.
 type Insert struct {

@@ -100,6 +100,9 @@ const (
 	Acked    Outcome = 0 // the row is deleted
 	Retried  Outcome = 1 // the row is due again after a delay
 	Released Outcome = 2 // the row is due as before and its attempt is given back
+
+	// DeadLettered moves the row to another topic, see DeadLetters.
+	DeadLettered Outcome = 3
 )
 
 // Held is what proves that a row is ours: its token, and the one that an unanswered extension may have written.
@@ -112,31 +115,48 @@ type Held struct {
 // Settlement ends one delivery.
 type Settlement struct {
 	Held
-	Outcome Outcome
-	Delay   time.Duration // of a retry
+	Outcome  Outcome
+	Delay    time.Duration // of a retry
+	Metadata []byte        // a JSON object whose keys a retry or a dead letter adds to the row's, or nothing
+	Topic    string        // of a dead letter
 }
 
-// maxDelay keeps a retry's due time inside what the server can store.
-const maxDelay = 100 * 365 * 24 * time.Hour
-
 // Settle ends deliveries in one statement and calls settled for each that took effect. The rest is lost, or somebody
-// else has the row locked: Look tells.
-func (s *Lease) Settle(ctx context.Context, conn *pgx.Conn, all []Settlement, settled func(id int64)) error {
+// else has the row locked: Look tells. dead says where dead letters go, and is nil where there are none.
+func (s *Lease) Settle(ctx context.Context, conn *pgx.Conn, all []Settlement, dead *DeadLetters, settled func(id int64)) error {
 	h := newHeldArrays(len(all))
-	outcomes, delays := make([]int64, len(all)), make([]int64, len(all))
-	pure := true
-	for i, one := range all {
+	pure := dead == nil
+	for _, one := range all {
 		h.add(one.Held)
-		outcomes[i] = int64(one.Outcome)
-		delays[i] = max(0, min(one.Delay, maxDelay)).Microseconds()
 		pure = pure && one.Outcome == Acked
 	}
 	c := call{statement: s.settleAck, params: h.params(), read: readIDs(settled)}
 	if !pure {
 		c.statement = s.settle
-		c.params = append(c.params, outcomes, delays)
+		c.params = append(c.params, outcomeParams(all)...)
+	}
+	if dead != nil {
+		c.statement = dead.settle
+		c.params = append(c.params, deadTopics(all))
 	}
 	return s.link.transaction(ctx, conn, c)
+}
+
+func outcomeParams(all []Settlement) []any {
+	n := len(all)
+	outcomes, delays, metadata := make([]int64, n), make([]int64, n), make(texts, n)
+	for i, one := range all {
+		outcomes[i], delays[i], metadata[i] = int64(one.Outcome), Delay(one.Delay), one.Metadata
+	}
+	return []any{outcomes, delays, metadata}
+}
+
+func deadTopics(all []Settlement) []string {
+	topics := make([]string, len(all))
+	for i, one := range all {
+		topics[i] = one.Topic
+	}
+	return topics
 }
 
 // Extend moves the leases of rows forward to the tokens given, and calls extended for each that it moved.

@@ -159,7 +159,7 @@ func (b *bundle) claim(topic string, limit int) []Row {
 func (b *bundle) settle(all ...Settlement) []int64 {
 	b.t.Helper()
 	var ids []int64
-	require.NoError(b.t, b.lease.Settle(b.ctx, b.conn, all, func(id int64) { ids = append(ids, id) }))
+	require.NoError(b.t, b.lease.Settle(b.ctx, b.conn, all, nil, func(id int64) { ids = append(ids, id) }))
 	return ids
 }
 

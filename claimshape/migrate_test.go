@@ -234,7 +234,7 @@ func TestRoleWithoutCreateNeedsNoCreate(t *testing.T) {
 	require.NoError(t, err)
 	require.Len(t, rows, 1)
 	settled := 0
-	require.NoError(t, lease.Settle(t.Context(), conn.Conn(), outcome(Acked, rows...), func(int64) { settled++ }))
+	require.NoError(t, lease.Settle(t.Context(), conn.Conn(), outcome(Acked, rows...), nil, func(int64) { settled++ }))
 	require.Equal(t, 1, settled)
 }
 

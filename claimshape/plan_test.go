@@ -99,7 +99,7 @@ func (b *bundle) requireKeyPlans(t *testing.T, cached string) {
 	held := strings.Join([]string{ids, tokens, tokens}, ", ")
 	for _, s := range []struct{ name, sql, args string }{
 		{"settle_ack", b.lease.settleAck.sql, held},
-		{"settle", b.lease.settle.sql, held + ", " + ids + ", array_fill(0::bigint, ARRAY[100])"}, // outcomes 1, 2, and none
+		{"settle", b.lease.settle.sql, held + ", " + ids + ", array_fill(0::bigint, ARRAY[100]), array_fill(''::text, ARRAY[100])"}, // outcomes 1, 2, and none
 		{"extend", b.lease.extend.sql, held + ", array_fill(now() + interval '2 hours', ARRAY[100])"},
 		{"look", b.lease.look.sql, held},
 	} {

@@ -137,7 +137,7 @@ func TestRetryDelayIsClamped(t *testing.T) {
 		all[3].Delay = 24 * 365 * time.Hour
 		require.Len(t, b.settle(all...), 4)
 		stored := b.stored()
-		for i, want := range []time.Duration{0, 0, maxDelay, 24 * 365 * time.Hour} {
+		for i, want := range []time.Duration{0, 0, MaxDelay, 24 * 365 * time.Hour} {
 			require.InDelta(t, want, rows[i].dueAt.Until(stored[rows[i].ID].dueAt), float64(time.Minute), "row %d", i)
 		}
 		require.Equal(t, idsOf(rows[:2]), idsOf(b.claim("orders", 10)))
@@ -297,14 +297,14 @@ func TestRefusedSettlementChangesNothing(t *testing.T) {
 				RETURN OLD;
 			END $$;
 			CREATE OR REPLACE TRIGGER refuse BEFORE DELETE ON pgmill_messages FOR EACH ROW EXECUTE FUNCTION refuse()`)
-		err := b.lease.Settle(t.Context(), b.conn, outcome(Acked, rows...), func(int64) {})
+		err := b.lease.Settle(t.Context(), b.conn, outcome(Acked, rows...), nil, func(int64) {})
 		requireCode(t, "P0001", err)
 		require.True(t, Answered(err))
 		require.True(t, strings.HasPrefix(err.Error(), "settle: "), err)
 		require.Equal(t, "20", b.text("SELECT count(*) FROM pgmill_messages"))
 		gone := 0
 		for _, one := range outcome(Acked, rows...) { // one by one the others settle
-			if err := b.lease.Settle(t.Context(), b.conn, []Settlement{one}, func(int64) { gone++ }); err != nil {
+			if err := b.lease.Settle(t.Context(), b.conn, []Settlement{one}, nil, func(int64) { gone++ }); err != nil {
 				requireCode(t, "P0001", err)
 			}
 		}

@@ -24,7 +24,10 @@ type names struct {
 	NotifyFunction, ChannelLiteral   string
 
 	SchemaLiteral, NameLiteral string
-	LockLiteral                string // of the table, in keys of advisory locks
+
+	OtherTable, OtherSubscriptions, OtherNameLiteral string // where a statement moves rows to
+
+	LockLiteral string // of the table, in keys of advisory locks
 }
 
 func (t Table) names() names {
@@ -52,14 +55,26 @@ type statement struct {
 
 // newStatement renders a template for a table.
 func newStatement(op, file string, t Table) statement {
-	sql := render(file, t)
+	return named(op, render(file, t))
+}
+
+// newMove renders a template that moves rows from one table to another; they may be the same.
+func newMove(op, file string, from, to Table) statement {
+	n, other := from.withDefaults().names(), to.withDefaults().names()
+	n.OtherTable, n.OtherSubscriptions, n.OtherNameLiteral = other.Table, other.Subscriptions, other.NameLiteral
+	return named(op, renderNames(file, n))
+}
+
+func named(op, sql string) statement {
 	digest := sha256.Sum256([]byte(sql))
 	return statement{op: op, sql: sql, name: "pgmill_" + hex.EncodeToString(digest[:12])}
 }
 
-func render(file string, t Table) string {
+func render(file string, t Table) string { return renderNames(file, t.withDefaults().names()) }
+
+func renderNames(file string, n names) string {
 	var b strings.Builder
-	if err := templates.ExecuteTemplate(&b, file, t.withDefaults().names()); err != nil {
+	if err := templates.ExecuteTemplate(&b, file, n); err != nil {
 		panic(fmt.Sprintf("render %s: %v", file, err)) // a template of ours that does not render: no input reaches it
 	}
 	return b.String()

@@ -35,6 +35,11 @@ func goldenTexts() map[string]string {
 	texts["adopt.sql"] = groups.adopt.sql
 	texts["drop_rows.sql"] = groups.dropRows.sql
 	texts["stats.sql"] = groups.stats.sql
+	dead := NewDeadLetters(Default(), Default(), Link{})
+	texts["settle_dead.sql"] = dead.settle.sql
+	texts["first_group.sql"] = dead.firstGroup.sql
+	texts["dead_topics.sql"] = dead.deadTopics.sql
+	texts["requeue.sql"] = dead.requeued.sql
 	texts["notify.sql"] = insert.notify.sql
 	texts["notify_one.sql"] = insert.notifyOne.sql
 	texts["notify_in_tx.sql"] = insert.notifyInTx.sql
@@ -93,7 +98,7 @@ func TestPreparedNamesAreOfTheTable(t *testing.T) {
 	t.Parallel()
 	names := map[string]string{}
 	for _, table := range []Table{{}, {Name: "jobs"}, {Schema: "app"}, {Schema: "app", Name: "jobs"}, {Name: "app.jobs"}} {
-		for _, set := range []statements{NewLease(table, Link{}), NewInsert(table, Link{}), NewGroups(table, Link{})} {
+		for _, set := range []statements{NewLease(table, Link{}), NewInsert(table, Link{}), NewGroups(table, Link{}), NewDeadLetters(table, table, Link{})} {
 			for _, s := range set.all() {
 				require.Empty(t, names[s.name], "%s of %s", s.op, table)
 				names[s.name] = s.sql

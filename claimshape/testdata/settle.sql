@@ -1,10 +1,11 @@
--- Settle, any outcomes: $4 says how each delivery ended (0 acknowledged, 1 retry after $5 microseconds,
--- 2 released, which gives its attempt back). $1 ids, $2 and $3 tokens as in settle_ack.sql. Answers the ids it settled.
+-- Settle, any outcomes but dead letters: $4 says how each delivery ended (0 acknowledged, 1 retry after $5 microseconds with
+-- the keys $6 added to the metadata, a JSON object or '', 2 released, which gives its attempt back). $1 ids, $2 and $3
+-- tokens as in settle_ack.sql. Answers the ids it settled.
 -- Index: primary key. Locks: the rows, in id order; a row that somebody else has locked is left out, never waited for.
 WITH held AS MATERIALIZED (
-  SELECT q.id, s.outcome, s.delay
-    FROM unnest($1::bigint[], $2::timestamptz[], $3::timestamptz[], $4::bigint[], $5::bigint[])
-         AS s(id, token, token2, outcome, delay)
+  SELECT q.id, s.outcome, s.delay, s.metadata
+    FROM unnest($1::bigint[], $2::timestamptz[], $3::timestamptz[], $4::bigint[], $5::bigint[], $6::text[])
+         AS s(id, token, token2, outcome, delay, metadata)
     JOIN "public"."pgmill_messages" AS q ON q.id = s.id
    WHERE q.locked_until IN (s.token, s.token2)
    ORDER BY q.id
@@ -22,9 +23,21 @@ WITH held AS MATERIALIZED (
                        ELSE q.due_at END,
          attempt = CASE WHEN held.outcome = 2 THEN GREATEST(q.attempt - 1, 0) ELSE q.attempt END
     FROM held
-   WHERE q.id = held.id AND held.outcome IN (1, 2)
+   WHERE q.id = held.id AND held.outcome IN (1, 2) AND held.metadata = ''
+  RETURNING q.id
+), noted AS (
+  UPDATE "public"."pgmill_messages" AS q
+     SET locked_until = NULL,
+         due_at = clock_timestamp() + held.delay * interval '1 microsecond',
+         metadata = CASE WHEN jsonb_typeof(q.metadata::jsonb) = 'object'
+                         THEN q.metadata::jsonb || held.metadata::jsonb
+                         ELSE q.metadata::jsonb END
+    FROM held
+   WHERE q.id = held.id AND held.outcome = 1 AND held.metadata <> ''
   RETURNING q.id
 )
 SELECT del.id FROM del
  UNION ALL
 SELECT upd.id FROM upd
+ UNION ALL
+SELECT noted.id FROM noted

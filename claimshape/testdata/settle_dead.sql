@@ -1,0 +1,68 @@
+-- Settle with dead letters: as settle.sql, and outcome 3 moves the row into the topic $7 of the table of dead letters, once
+-- for each consumer group there, as a publish does, with the keys $6 added to its metadata. What is no JSON object, or
+-- has that key, is kept as a text under the key pgmill_metadata. The move is one statement: the message is in exactly one
+-- place.
+-- Index: primary key. Locks: the rows, in id order; a row that somebody else has locked is left out, never waited for.
+WITH held AS MATERIALIZED (
+  SELECT q.id, s.outcome, s.delay, s.metadata, s.topic
+    FROM unnest($1::bigint[], $2::timestamptz[], $3::timestamptz[], $4::bigint[], $5::bigint[], $6::text[], $7::text[])
+         AS s(id, token, token2, outcome, delay, metadata, topic)
+    JOIN "public"."pgmill_messages" AS q ON q.id = s.id
+   WHERE q.locked_until IN (s.token, s.token2)
+   ORDER BY q.id
+     FOR UPDATE OF q SKIP LOCKED
+), del AS (
+  DELETE FROM "public"."pgmill_messages" AS q
+   USING held
+   WHERE q.id = held.id AND held.outcome = 0
+  RETURNING q.id
+), upd AS (
+  UPDATE "public"."pgmill_messages" AS q
+     SET locked_until = NULL,
+         due_at = CASE WHEN held.outcome = 1
+                       THEN clock_timestamp() + held.delay * interval '1 microsecond'
+                       ELSE q.due_at END,
+         attempt = CASE WHEN held.outcome = 2 THEN GREATEST(q.attempt - 1, 0) ELSE q.attempt END
+    FROM held
+   WHERE q.id = held.id AND held.outcome IN (1, 2) AND held.metadata = ''
+  RETURNING q.id
+), noted AS (
+  UPDATE "public"."pgmill_messages" AS q
+     SET locked_until = NULL,
+         due_at = clock_timestamp() + held.delay * interval '1 microsecond',
+         metadata = CASE WHEN jsonb_typeof(q.metadata::jsonb) = 'object'
+                         THEN q.metadata::jsonb || held.metadata::jsonb
+                         ELSE q.metadata::jsonb END
+    FROM held
+   WHERE q.id = held.id AND held.outcome = 1 AND held.metadata <> ''
+  RETURNING q.id
+), dead AS (
+  DELETE FROM "public"."pgmill_messages" AS q
+   USING held
+   WHERE q.id = held.id AND held.outcome = 3
+  RETURNING q.id, held.topic, q.uuid, q.payload, q.metadata, q.ordering_key, held.metadata AS added
+), g AS MATERIALIZED (
+  SELECT t.topic, COALESCE(s.consumer_group, '') AS consumer_group
+    FROM (SELECT DISTINCT dead.topic FROM dead) AS t
+    LEFT JOIN "public"."pgmill_subscriptions" AS s ON s.table_name = E'pgmill_messages' AND s.topic = t.topic
+), clk AS MATERIALIZED (
+  SELECT clock_timestamp() AS t
+), parked AS (
+  INSERT INTO "public"."pgmill_messages" (topic, consumer_group, uuid, payload, metadata, ordering_key, due_at, created_at)
+  SELECT dead.topic, g.consumer_group, dead.uuid, dead.payload,
+         CASE WHEN jsonb_typeof(dead.metadata::jsonb) = 'object' AND NOT dead.metadata::jsonb ? 'pgmill_metadata'
+              THEN dead.metadata::jsonb
+              ELSE jsonb_build_object('pgmill_metadata', dead.metadata::text) END || dead.added::jsonb,
+         dead.ordering_key, clk.t, clk.t
+    FROM dead
+    JOIN g ON g.topic = dead.topic
+   CROSS JOIN clk
+   ORDER BY dead.id, g.consumer_group
+)
+SELECT del.id FROM del
+ UNION ALL
+SELECT upd.id FROM upd
+ UNION ALL
+SELECT noted.id FROM noted
+ UNION ALL
+SELECT dead.id FROM dead
