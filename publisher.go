@@ -39,6 +39,10 @@ type PublisherConfig struct {
 	// Watermill's delay component. Defaults to none.
 	Delay func(topic string, msg *message.Message) time.Duration
 
+	// Priority of a message, in tables that have one (claimshape.Columns): a lower one is claimed first. A table that has
+	// none is an error of Publish then. Defaults to 0 for all messages.
+	Priority func(topic string, msg *message.Message) int64
+
 	// MaxPayload is the largest payload in bytes that Publish takes. Defaults to no limit of ours; PostgreSQL's is 1 GiB.
 	MaxPayload int
 }
@@ -147,6 +151,9 @@ func (p *Publisher) prepare(topic string, msgs []*message.Message) (*queue, *cla
 	if err != nil {
 		return nil, nil, err
 	}
+	if p.config.Priority != nil && queue.table.Columns.Priority == "" {
+		return nil, nil, fmt.Errorf("PublisherConfig.Priority: table %s has no priority, see claimshape.Columns: %w", queue.name, ErrSchema)
+	}
 	records, err := p.records(queue.marshaler, topic, msgs)
 	return queue, records, err
 }
@@ -179,6 +186,9 @@ func (p *Publisher) records(m marshaler.Marshaler, topic string, msgs []*message
 				r.Delays = make([]int64, n)
 			}
 			r.Delays[i] = us
+		}
+		if p.config.Priority != nil {
+			r.Priorities = append(r.Priorities, p.config.Priority(topic, msg))
 		}
 		r.Metadata[i] = metadata[len(metadata)-len(rec.Metadata):]
 		size += len(topic) + len(msg.UUID) + len(rec.Payload) + len(rec.Metadata)

@@ -13,13 +13,18 @@ type Records struct {
 	Payloads      [][]byte // borrowed for the length of the insert; nil is empty
 	Metadata      [][]byte // JSON text, empty for none; borrowed likewise
 	Delays        []int64  // in microseconds, see Delay; nil is none of any
+	Priorities    []int64  // of a table that has them; nil is 0 for all
 }
 
 // Len is the number of messages.
 func (r *Records) Len() int { return len(r.Topics) }
 
-func (r *Records) params() []any {
-	return []any{r.Topics, r.UUIDs, r.Payloads, texts(r.Metadata), r.Delays}
+func (i *Insert) params(r *Records) []any {
+	all := []any{r.Topics, r.UUIDs, r.Payloads, texts(r.Metadata), r.Delays}
+	if i.priority {
+		all = append(all, r.Priorities)
+	}
+	return all
 }
 
 // Due is how many of the records have no delay.
@@ -41,8 +46,9 @@ const MaxDelay = 100 * 365 * 24 * time.Hour
 
 // Insert is the statement that stores messages in a table, with the one that notifies of them.
 type Insert struct {
-	link    Link
-	channel string
+	link     Link
+	channel  string
+	priority bool // the table has one
 
 	insert, notify, notifyOne, notifyInTx statement
 }
@@ -51,7 +57,7 @@ type Insert struct {
 func NewInsert(t Table, l Link) *Insert {
 	t = t.withDefaults()
 	return &Insert{
-		link: l, channel: t.Channel(),
+		link: l, channel: t.Channel(), priority: t.Columns.Priority != "",
 		insert:     newStatement("insert", "insert.sql", t),
 		notify:     newStatement("notify", "notify.sql", t),
 		notifyOne:  newStatement("notify", "notify_one.sql", t),
@@ -61,7 +67,7 @@ func NewInsert(t Table, l Link) *Insert {
 
 // Run stores all records in one transaction, or none of them. Refused tells whether an error means none for certain.
 func (i *Insert) Run(ctx context.Context, conn *pgx.Conn, r *Records) error {
-	s := segment{call: call{statement: i.insert, params: r.params()}}
+	s := segment{call: call{statement: i.insert, params: i.params(r)}}
 	i.link.run(ctx, conn, &s)
 	return s.err
 }
@@ -70,7 +76,7 @@ func (i *Insert) Run(ctx context.Context, conn *pgx.Conn, r *Records) error {
 // table's channel of each topic. A notification inside the insert's transaction would take a server-wide lock over its
 // commit and its fsync. Where the insert failed the notification means nothing, and does no harm.
 func (i *Insert) RunAndNotify(ctx context.Context, conn *pgx.Conn, r *Records, topics []string) (err, notifyErr error) {
-	s := segment{call: call{statement: i.insert, params: r.params()}}
+	s := segment{call: call{statement: i.insert, params: i.params(r)}}
 	n := i.notification(topics)
 	i.link.run(ctx, conn, &s, &n)
 	return s.err, n.err
@@ -92,7 +98,7 @@ func (i *Insert) notification(topics []string) segment {
 
 // SQL is the insert with its arguments, for a transaction of somebody else's: pgx's, or database/sql's over pgx.
 func (i *Insert) SQL(r *Records) (sql string, args []any) {
-	return i.insert.sql, pgxParams(r.params())
+	return i.insert.sql, pgxParams(i.params(r))
 }
 
 // NotifySQL is the notification with its arguments, likewise.

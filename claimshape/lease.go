@@ -32,6 +32,9 @@ func NewLease(t Table, l Link) *Lease {
 		look:      newStatement("look", "look.sql", t),
 		extend:    newStatement("extend", "extend.sql", t),
 	}
+	if t.Columns.Priority != "" {
+		s.claim = newStatement("claim", "claim_priority.sql", t)
+	}
 	s.claim.types = claimTypes
 	return s
 }
@@ -63,7 +66,8 @@ const (
 	Full
 )
 
-// Claim takes up to limit due rows of a topic and group into work, in order of due time and id; fewer where their payloads
+// Claim takes up to limit due rows of a topic and group into work, in order of priority (where the table has
+// one), due time and id; fewer where their payloads
 // would be more than 16 MiB together, but always one. An error means that
 // nothing was taken, or that what was taken returns by itself when its lease ends.
 func (s *Lease) Claim(ctx context.Context, conn *pgx.Conn, topic, group string, from Floor, limit int) ([]Row, Verdict, error) {

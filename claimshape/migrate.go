@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"hash/fnv"
 	"io/fs"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -42,10 +43,13 @@ func Migrations(t Table) []Migration {
 	if err != nil {
 		panic(err) // a bad pattern of ours
 	}
-	all := make([]Migration, len(files))
-	for i, file := range files {
-		all[i] = newMigration(t, file)
+	var all []Migration
+	for _, file := range files {
+		if m := newMigration(t, file); m.Version < firstRoleVersion || m.Name == "priority" && t.Columns.Priority != "" {
+			all = append(all, m)
+		}
 	}
+	slices.SortFunc(all, func(a, b Migration) int { return a.Version - b.Version })
 	return all
 }
 
@@ -76,7 +80,19 @@ func quoteLiteral(s string) string {
 // state is what the catalogue says of a table.
 type state struct {
 	hasTable, hasMigrations, hasSchema bool
-	version                            int
+	applied                            []int
+}
+
+// firstRoleVersion is where the steps begin that a table has only if it names the column of a role. Those below are for
+// every table and build on each other.
+const firstRoleVersion = 10_000
+
+// has says whether a step has been applied. A later one that is for every table stands for those before it.
+func (s state) has(version int) bool {
+	if version >= firstRoleVersion {
+		return slices.Contains(s.applied, version)
+	}
+	return slices.ContainsFunc(s.applied, func(v int) bool { return v >= version && v < firstRoleVersion })
 }
 
 // Migrated says whether the table has the current layout, without writing anything. It needs SELECT on
@@ -179,21 +195,25 @@ func read(ctx context.Context, tx pgx.Tx, t Table) (state, error) {
 	if !s.hasMigrations {
 		return s, nil
 	}
-	return s, tx.QueryRow(ctx, render("applied.sql", t), pgx.QueryExecModeExec, t.Name).Scan(&s.version)
+	found, err := tx.Query(ctx, render("applied.sql", t), pgx.QueryExecModeExec, t.Name)
+	if err != nil {
+		return s, err
+	}
+	s.applied, err = pgx.CollectRows(found, pgx.RowTo[int])
+	return s, err
 }
 
 // current says that no step is missing. A newer layout, of a newer pgmill beside this one, is current too.
 func (s state) current(t Table) bool {
-	all := Migrations(t)
-	return s.hasTable && s.version >= all[len(all)-1].Version
+	return s.hasTable && !slices.ContainsFunc(Migrations(t), func(m Migration) bool { return !s.has(m.Version) })
 }
 
 func (s state) check(t Table) error {
-	if s.hasTable && s.version == 0 {
+	if s.hasTable && len(s.applied) == 0 {
 		return fmt.Errorf("table %s exists and was not made by pgmill (%s has no row of it): %w",
 			t, t.Schema+"."+migrationsTable, ErrSchema)
 	}
-	if !s.hasTable && s.version > 0 {
+	if !s.hasTable && len(s.applied) > 0 {
 		return fmt.Errorf("table %s was dropped or renamed, its rows in %s say that it was made; delete them to have it made again: %w",
 			t, t.Schema+"."+migrationsTable, ErrSchema)
 	}
@@ -207,7 +227,7 @@ func (s state) apply(ctx context.Context, tx pgx.Tx, t Table) error {
 		}
 	}
 	for _, m := range Migrations(t) {
-		if m.Version <= s.version {
+		if s.has(m.Version) {
 			continue
 		}
 		if _, err := tx.Conn().PgConn().Exec(ctx, m.SQL).ReadAll(); err != nil {

@@ -23,9 +23,11 @@ type names struct {
 	Table, Subscriptions, Migrations string
 	NotifyFunction, ChannelLiteral   string
 
+	Priority string // the column, where the table has one
+
 	SchemaLiteral, NameLiteral string
 
-	OtherTable, OtherSubscriptions, OtherNameLiteral string // where a statement moves rows to
+	OtherTable, OtherSubscriptions, OtherNameLiteral, OtherPriority string // where a statement moves rows to
 
 	LockLiteral string // of the table, in keys of advisory locks
 }
@@ -39,9 +41,18 @@ func (t Table) names() names {
 		NotifyFunction: t.sibling(notifyFunction),
 		ChannelLiteral: quoteLiteral(t.Channel()),
 
+		Priority: quotedOrNone(t.Columns.Priority),
+
 		SchemaLiteral: quoteLiteral(t.Schema), NameLiteral: quoteLiteral(t.Name),
 		LockLiteral: quoteLiteral("pgmill register of " + pgx.Identifier{t.Schema, t.Name}.Sanitize() + " "),
 	}
+}
+
+func quotedOrNone(name string) string {
+	if name == "" {
+		return ""
+	}
+	return pgx.Identifier{name}.Sanitize()
 }
 
 // statement is one SQL text, rendered for one table, with the name under which a connection prepares it.
@@ -62,6 +73,9 @@ func newStatement(op, file string, t Table) statement {
 func newMove(op, file string, from, to Table) statement {
 	n, other := from.withDefaults().names(), to.withDefaults().names()
 	n.OtherTable, n.OtherSubscriptions, n.OtherNameLiteral = other.Table, other.Subscriptions, other.NameLiteral
+	if n.Priority != "" { // of a table without, there is none to move
+		n.OtherPriority = other.Priority
+	}
 	return named(op, renderNames(file, n))
 }
 

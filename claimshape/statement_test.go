@@ -20,6 +20,7 @@ func goldenTexts() map[string]string {
 	texts := map[string]string{}
 	lease, insert := NewLease(Default(), Link{}), NewInsert(Default(), Link{})
 	texts["claim.sql"] = lease.claim.sql
+	texts["claim_priority.sql"] = NewLease(prioritised, Link{}).claim.sql
 	texts["settle.sql"] = lease.settle.sql
 	texts["settle_ack.sql"] = lease.settleAck.sql
 	texts["look.sql"] = lease.look.sql
@@ -49,10 +50,13 @@ func goldenTexts() map[string]string {
 	return texts
 }
 
+// prioritised is the default table with a priority.
+var prioritised = Table{Columns: Columns{Priority: "priority"}}
+
 func TestStatementsEqualTheirGoldenTexts(t *testing.T) {
 	t.Parallel()
 	texts := goldenTexts()
-	for _, m := range Migrations(Default()) {
+	for _, m := range Migrations(prioritised) {
 		texts["migration_"+m.Name+".sql"] = m.SQL
 	}
 	sources, err := filepath.Glob("sql/*.sql")
@@ -76,7 +80,7 @@ func TestStatementsEqualTheirGoldenTexts(t *testing.T) {
 func TestGoldenTextsRunAsTheyStand(t *testing.T) {
 	t.Parallel()
 	conn := newDB(t).Conn(t)
-	for _, m := range Migrations(Default()) {
+	for _, m := range Migrations(prioritised) {
 		golden, err := os.ReadFile("testdata/migration_" + m.Name + ".sql")
 		require.NoError(t, err)
 		_, err = conn.PgConn().Exec(t.Context(), string(golden)).ReadAll()

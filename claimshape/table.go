@@ -3,6 +3,7 @@ package claimshape
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -44,6 +45,16 @@ type Table struct {
 	// long a crashed process's rows stay away and not how long a handler may take. Defaults to 30s; from 300ms
 	// to 7 days. All processes that claim from one table should use the same.
 	Lease time.Duration
+
+	// Columns of the table beyond those that every queue table has. All processes that use one table should name the same.
+	Columns Columns
+}
+
+// Columns names the columns of roles that a table may lack. An empty name switches the role off.
+type Columns struct {
+	// Priority makes claims take rows of a lower priority first, whatever was due before. A topic should have a few
+	// priorities and not a thousand: a claim looks at each. Migrate adds the column and its index.
+	Priority string
 }
 
 // Default is the table that the zero Config uses: public.pgmill_messages with a lease of 30 seconds.
@@ -83,6 +94,7 @@ func (t Table) Check() error {
 		checkIdentifier("Table.Schema", t.Schema),
 		checkIdentifier("Table.Name", t.Name),
 		checkReserved(t.Name),
+		t.checkPriority(),
 		checkLease(t.Lease),
 	)
 }
@@ -114,6 +126,23 @@ func checkReserved(name string) error {
 		return fmt.Errorf("Table.Name %q: pgmill keeps its own records under this name", name)
 	}
 	return nil
+}
+
+// checkPriority keeps the column of a role apart from those that every table has.
+func (t Table) checkPriority() error {
+	if t.Columns.Priority == "" {
+		return nil
+	}
+	if slices.Contains(ownColumns, t.Columns.Priority) {
+		return fmt.Errorf("Table.Columns.Priority %q: every table has a column of this name", t.Columns.Priority)
+	}
+	return checkIdentifier("Table.Columns.Priority", t.Columns.Priority)
+}
+
+// ownColumns are the columns of every queue table.
+var ownColumns = []string{
+	"id", "topic", "consumer_group", "uuid", "payload", "metadata", "ordering_key", "work_key", "attempt",
+	"due_at", "locked_until", "created_at",
 }
 
 func checkLease(d time.Duration) error {

@@ -25,15 +25,15 @@ WITH clk AS MATERIALIZED (
   DELETE FROM {{.Table}} AS q
    USING back
    WHERE q.id = back.id
-  RETURNING q.id, q.uuid, q.payload, q.metadata, q.ordering_key
+  RETURNING q.id, q.uuid, q.payload, q.metadata, q.ordering_key{{if .OtherPriority}}, q.{{.Priority}} AS priority{{end}}
 ), put AS (
-  INSERT INTO {{.OtherTable}} (topic, consumer_group, uuid, payload, metadata, ordering_key, due_at, created_at)
+  INSERT INTO {{.OtherTable}} (topic, consumer_group, uuid, payload, metadata, ordering_key, {{if .OtherPriority}}{{.OtherPriority}}, {{end}}due_at, created_at)
   SELECT $3::text, g.consumer_group, gone.uuid, gone.payload,
          CASE WHEN gone.metadata ?& ARRAY['pgmill_metadata', 'pgmill_consumer_group']
               THEN (gone.metadata->>'pgmill_metadata')::jsonb
               ELSE gone.metadata - ARRAY['reason_poisoned', 'topic_poisoned', 'handler_poisoned', 'subscriber_poisoned',
                                          'pgmill_consumer_group', 'pgmill_attempts'] END,
-         gone.ordering_key, clk.t, clk.t
+         gone.ordering_key, {{if .OtherPriority}}gone.priority, {{end}}clk.t, clk.t
     FROM gone
     JOIN g ON g.consumer_group = COALESCE(gone.metadata->>'pgmill_consumer_group', g.consumer_group)
    CROSS JOIN clk

@@ -40,7 +40,8 @@ WITH held AS MATERIALIZED (
   DELETE FROM {{.Table}} AS q
    USING held
    WHERE q.id = held.id AND held.outcome = 3
-  RETURNING q.id, held.topic, q.uuid, q.payload, q.metadata, q.ordering_key, held.metadata AS added
+  RETURNING q.id, held.topic, q.uuid, q.payload, q.metadata, q.ordering_key, held.metadata AS added{{if .OtherPriority}},
+            q.{{.Priority}} AS priority{{end}}
 ), g AS MATERIALIZED (
   SELECT t.topic, COALESCE(s.consumer_group, '') AS consumer_group
     FROM (SELECT DISTINCT dead.topic FROM dead) AS t
@@ -48,12 +49,12 @@ WITH held AS MATERIALIZED (
 ), clk AS MATERIALIZED (
   SELECT clock_timestamp() AS t
 ), parked AS (
-  INSERT INTO {{.OtherTable}} (topic, consumer_group, uuid, payload, metadata, ordering_key, due_at, created_at)
+  INSERT INTO {{.OtherTable}} (topic, consumer_group, uuid, payload, metadata, ordering_key, {{if .OtherPriority}}{{.OtherPriority}}, {{end}}due_at, created_at)
   SELECT dead.topic, g.consumer_group, dead.uuid, dead.payload,
          CASE WHEN jsonb_typeof(dead.metadata::jsonb) = 'object' AND NOT dead.metadata::jsonb ? 'pgmill_metadata'
               THEN dead.metadata::jsonb
               ELSE jsonb_build_object('pgmill_metadata', dead.metadata::text) END || dead.added::jsonb,
-         dead.ordering_key, clk.t, clk.t
+         dead.ordering_key, {{if .OtherPriority}}dead.priority, {{end}}clk.t, clk.t
     FROM dead
     JOIN g ON g.topic = dead.topic
    CROSS JOIN clk

@@ -1,4 +1,5 @@
--- Applied: the newest migration of a table ($1 name), 0 if none.
-SELECT COALESCE(max(m.version), 0) AS version
+-- Applied: the migrations of a table ($1 name) that have been applied.
+SELECT m.version
   FROM "public"."pgmill_migrations" AS m
  WHERE m.table_name = $1::text
+ ORDER BY m.version
