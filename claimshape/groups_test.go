@@ -476,7 +476,7 @@ func TestGroupPlans(t *testing.T) {
 	b.exec("VACUUM ANALYZE pgmill_subscriptions")
 	b.fill("topic 1", 1000, "consumer_group = 'group 1'")
 	b.exec("VACUUM ANALYZE pgmill_messages")
-	message := "'{topic 7}', '{1}', '{x}', '{\"\"}'"
+	message := "'{topic 7}', '{1}', '{x}', '{\"\"}', NULL"
 	for _, cached := range []string{"force_custom_plan", "force_generic_plan"} {
 		for _, c := range []struct {
 			name, sql, args string

@@ -64,7 +64,7 @@ func TestStatementBehindALockedTableGivesUpInTime(t *testing.T) {
 				return b.lease.Extend(ctx, b.conn, heldAll(rows), repeat(rows[0].token, 1), func(int64) {})
 			}},
 			{"settle", func(ctx context.Context, b *bundle) error {
-				return b.lease.Settle(ctx, b.conn, outcome(Released, rows...), func(int64) {})
+				return b.lease.Settle(ctx, b.conn, outcome(Released, rows...), nil, func(int64) {})
 			}},
 			{"look", func(ctx context.Context, b *bundle) error {
 				return b.lease.Look(ctx, b.conn, heldAll(rows), func(int64, bool) {})
