@@ -331,6 +331,8 @@ func TestTransactionThatIsOpenOverTheFirstRegistrationIsHandled(t *testing.T) {
 		start := time.Now()
 		out := r.join(t, "long", "audit")
 		require.InDelta(t, registerWait, time.Since(start), float64(3*time.Second), "the wait is bounded")
+		for await(t, r.waiting).Topic != "long" { // its first claim is over
+		}
 		require.NoError(t, tx.Commit(t.Context()))
 		polling := r.subscribe(t, "long", SubscriberConfig{ConsumerGroup: "other", PollInterval: 10 * time.Millisecond})
 		require.Equal(t, "=1", r.shares(t, "long"))
@@ -373,7 +375,7 @@ func TestFirstGroupAdoptsTheBacklogInOrder(t *testing.T) {
 	r := newRig(t)
 	r.longPoll(t)
 	require.NoError(t, r.publisher(t).Publish("orders", numbered(n)...))
-	out := r.subscribe(t, "orders", SubscriberConfig{ConsumerGroup: "audit", Concurrency: 200})
+	out := r.subscribe(t, "orders", SubscriberConfig{ConsumerGroup: "audit", Concurrency: 2000})
 	for i := range n {
 		msg := await(t, out)
 		require.Equal(t, strconv.Itoa(i), msg.UUID)
@@ -724,6 +726,8 @@ func TestGroupsOfTopicsAndTablesAreTheirOwn(t *testing.T) {
 	for topic := range want {
 		require.NoError(t, pub.Publish(topic, text(topic)))
 	}
+	require.Equal(t, "a=1", r.shares(t, "orders"))
+	require.Equal(t, "b=1 s=1", r.shares(t, "order"))
 	for topic, groups := range want {
 		for _, group := range groups {
 			require.Equal(t, []string{topic}, ackAll(t, r.join(t, topic, group), 1))
