@@ -177,7 +177,10 @@ func TestMessagesFlowAfterTheTableWasDroppedAndMadeAgain(t *testing.T) {
 func TestQueueStandsStillBehindDDLThatWaitsAndGoesOnByItself(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "FC14")
-	r := newLaneRig(t, 30*time.Second)
+	db := pgtest.New(t)
+	// One connection, so that its statements are prepared: on a new one they wait for the lock while they are prepared, as long
+	// as a claim may take.
+	r := openLaneRig(t, db, db.Pool(t, func(c *pgxpool.Config) { c.MaxConns = 1 }), 30*time.Second)
 	r.publish(t, "orders", 3)
 	out, sub := r.subscribe(t, "orders", SubscriberConfig{Concurrency: 2})
 	_, other := r.subscribe(t, "other", SubscriberConfig{})

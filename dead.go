@@ -108,16 +108,22 @@ func (s *Subscriber) deadLetters(ctx context.Context, topic string, from *queue)
 // deadLettersTo has the statements that move rows to another queue, checked once.
 func (q *queue) deadLettersTo(ctx context.Context, c *Client, to *queue) (*claimshape.DeadLetters, error) {
 	q.mu.Lock()
-	defer q.mu.Unlock()
-	if move := q.moves[to.name]; move != nil {
+	move := q.moves[to.name]
+	q.mu.Unlock()
+	if move != nil {
 		return move, nil
 	}
-	move := claimshape.NewDeadLetters(q.table, to.table, c.link)
+	move = claimshape.NewDeadLetters(q.table, to.table, c.link)
 	err := c.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
 		return claimshape.Check(ctx, conn, q.table, move)
 	})
 	if err != nil {
 		return nil, err
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if first := q.moves[to.name]; first != nil { // of a call beside this one: a lane joins what goes by the same statement
+		return first, nil
 	}
 	if q.moves == nil {
 		q.moves = map[string]*claimshape.DeadLetters{}
@@ -164,14 +170,15 @@ func (s *subscription) decide(d *delivery, o Outcome) Outcome {
 	return o
 }
 
-// overCap says that the row has had all its attempts: the last one was never settled, because its process died or lost the
-// lease.
+// overCap says that the row has had all its attempts: its process died in the last one or lost the lease, or the dead letter
+// was refused.
 func (s *subscription) overCap(d *delivery) bool {
 	return s.dead != nil && d.row.Attempt > int64(s.config.MaxAttempts)
 }
 
 func (s *subscription) bury(d *delivery) {
-	d.end(s.deadLetter(d, DeadLetter(fmt.Sprintf("attempt %d of %d was never settled", d.row.Attempt-1, s.config.MaxAttempts))))
+	d.end(s.deadLetter(d, DeadLetter(fmt.Sprintf("attempt %d of %[1]d did not end: the process died, the lease was lost, "+
+		"or the dead letter was refused before", s.config.MaxAttempts))))
 }
 
 // deadLetter completes a dead letter with what its metadata says of it, in Watermill's keys and ours.
@@ -200,12 +207,12 @@ func storable(s string) string {
 	return strings.ReplaceAll(strings.ToValidUTF8(s, "\uFFFD"), "\x00", "\uFFFD")
 }
 
-func encodeMetadata(m map[string]string) []byte {
+func encodeMetadata(m map[string]string) string {
 	text, err := json.Marshal(m)
 	if err != nil {
 		panic(err) // a map of strings has no other
 	}
-	return text
+	return string(text)
 }
 
 // Requeue moves up to limit dead letters of a topic back to the topics that they came from, the oldest first, and answers
@@ -294,8 +301,8 @@ func (c *Client) requeueTo(ctx context.Context, from *queue, topic, group, origi
 		return 0, err
 	}
 	defer func() {
-		if moved > 0 {
-			c.hub.signal(wakeKey{table: to.name, topic: origin}, moved, wokenByPublish)
+		if moved > 0 || err != nil { // an answer that was lost may have been a move; a needless wake is one claim
+			c.hub.signal(wakeKey{table: to.name, topic: origin}, max(1, moved), wokenByPublish)
 			c.announce(ctx, to, []string{origin})
 		}
 	}()

@@ -6,6 +6,8 @@ import (
 
 	"github.com/ThreeDotsLabs/watermill/components/delay"
 	"github.com/ThreeDotsLabs/watermill/message"
+
+	"github.com/pgmill/pgmill/claimshape"
 )
 
 // metadataDelay is the delay that a message's metadata asks for, in the keys of Watermill's delay component; zero or less
@@ -25,7 +27,7 @@ func metadataDelay(m message.Metadata) (time.Duration, error) {
 		if err != nil {
 			return 0, fmt.Errorf("metadata %s %.64q: not a time in RFC 3339", delay.DelayedUntilKey, until)
 		}
-		left = time.Until(at) // of the application's clock, which set it
+		left = min(time.Until(at), claimshape.MaxDelay) // by the application's clock, which set it
 	}
 	if span != "" {
 		var err error

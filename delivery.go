@@ -193,30 +193,37 @@ func (d *delivery) nacked() Outcome {
 	if err := d.failure.Load(); err != nil {
 		o.cause = *err
 	}
-	wait, keys := d.changedDelay()
-	if keys == nil {
+	wait, keys, err := d.newDelay()
+	if err != nil {
+		d.sub.log.Error("Delay of a nacked message is not one, the backoff counts", err, d.fields())
+	}
+	if keys == "" {
 		return o
 	}
 	return Outcome{kind: outcomeRetryAfter, delay: wait, cause: o.cause, metadata: keys}
 }
 
-// changedDelay is the delay that the message's metadata has and the row's had not, with the keys that say so.
-func (d *delivery) changedDelay() (time.Duration, []byte) {
+// newDelay is the delay that a middleware or the handler has put into the message's metadata, with the keys that say so; no
+// keys where there is none but the one that the message came with, which is over.
+func (d *delivery) newDelay() (wait time.Duration, keys string, err error) {
 	until, span := d.msg.Metadata[delay.DelayedUntilKey], d.msg.Metadata[delay.DelayedForKey]
 	if until == "" && span == "" {
-		return 0, nil
+		return 0, "", nil
 	}
+	wait, err = metadataDelay(d.msg.Metadata)
 	was := message.NewMessage("", nil)
-	if err := d.sub.queue.marshaler.Unmarshal(&d.row, was); err != nil ||
-		was.Metadata[delay.DelayedUntilKey] == until && was.Metadata[delay.DelayedForKey] == span {
-		return 0, nil
+	if unread := d.sub.queue.marshaler.Unmarshal(&d.row, was); unread != nil {
+		return 0, "", nil
 	}
-	wait, err := metadataDelay(d.msg.Metadata)
+	same := was.Metadata[delay.DelayedUntilKey] == until && was.Metadata[delay.DelayedForKey] == span
+	// The time has whole seconds: a short delay that a retry sets again may read as before. One that is not over was set now.
+	if same && (wait <= 0 || d.row.Attempt <= 1) {
+		return 0, "", nil
+	}
 	if err != nil {
-		d.sub.log.Error("Delay of a nacked message is not one, the backoff counts", err, d.fields())
-		return 0, nil
+		return 0, "", err
 	}
-	return wait, encodeMetadata(map[string]string{delay.DelayedUntilKey: until, delay.DelayedForKey: span})
+	return wait, encodeMetadata(map[string]string{delay.DelayedUntilKey: until, delay.DelayedForKey: span}), nil
 }
 
 // beginCall takes back what an earlier call of the handler chose: its outcome was that call's. What was chosen outside

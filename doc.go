@@ -11,11 +11,11 @@
 //
 // # Files
 //
-// They read as a message travels: it is published (publisher.go, tx.go) into a table (route.go, queue.go, migrate.go), a
-// waiting subscription is woken (wake.go; notify.go and listen.go across processes), claims (subscriber.go,
-// subscription.go), delivers (delivery.go) and settles (outcome.go, lane.go, with keeper.go for its lease), until it ends
-// (drain.go). client.go is what all of this shares on one pool, health.go and observer.go are how it is watched. SQL is in package claimshape, messages become columns in
-// package marshaler.
+// They read as a message travels: it is published (publisher.go, tx.go) into a table (route.go, queue.go, migrate.go), for
+// each consumer group of its topic (group.go), a waiting subscription is woken (wake.go; notify.go and listen.go across
+// processes), claims (subscriber.go, subscription.go), delivers (delivery.go) and settles (outcome.go, lane.go, with
+// keeper.go for its lease), until it ends (drain.go). client.go is what all of this shares on one pool, health.go and
+// observer.go are how it is watched. SQL is in package claimshape, messages become columns in package marshaler.
 //
 // # Goroutines
 //
@@ -36,5 +36,6 @@
 // A statement takes a connection of the pool for its own length: a claim, a settlement, an extension of leases, an insert.
 // None is held while handlers run. Per subscription there is at most one at a time for claims, per route and process one
 // for settlements and leases; where handlers keep the whole pool for a sixth of a lease, that one is made beside it, for one
-// statement. With ListenNotify the client has one more connection for as long as it is open, beside the pool's MaxConns.
+// statement. The first registration of a consumer group, and RemoveGroup, hold one while they wait for open transactions.
+// With ListenNotify the client has one more connection for as long as it is open, beside the pool's MaxConns.
 package pgmill

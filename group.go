@@ -1,6 +1,7 @@
 package pgmill
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -15,8 +16,8 @@ import (
 const (
 	maxGroup = 255 // bytes
 
-	// A group that is new waits this long for the transactions that may have published by the register as it was. Their
-	// messages are not the group's, unless it is the first and adopts them.
+	// For this long after a group's registration its subscriptions wait for the transactions that may have published by the
+	// register as it was. Their messages are not the group's, unless it is the first and adopts them.
 	registerWait = 5 * time.Second
 )
 
@@ -25,26 +26,37 @@ const (
 func (q *queue) register(ctx context.Context, c *Client, topic, group string, log watermill.LoggerAdapter) (adopts bool, err error) {
 	err = c.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
 		r, err := q.groups.Register(ctx, conn, topic, group)
-		if adopts = r.Adopts; err != nil || !r.New {
+		if adopts = r.Adopts; err != nil {
 			return err
 		}
-		wait, cancel := context.WithTimeout(ctx, registerWait)
-		defer cancel()
-		ended, err := q.groups.AwaitWriters(wait, conn)
-		if err != nil {
-			return err
+		log := log.With(watermill.LogFields{"topic": topic, "consumer_group": group, "table": q.name})
+		if r.New {
+			log.Info("Consumer group registered", watermill.LogFields{"adopts": adopts})
 		}
-		fields := watermill.LogFields{"topic": topic, "consumer_group": group, "table": q.name, "adopts": adopts}
-		if !ended {
-			log.Info("Transactions are open that may have published before the group was registered", fields)
-		}
-		log.Info("Consumer group registered", fields)
-		return nil
+		return q.awaitWriters(ctx, conn, registerWait-max(0, r.Age), log)
 	})
 	if err != nil {
 		return false, fmt.Errorf("consumer group %q: %w", group, err)
 	}
 	return adopts, nil
+}
+
+// awaitWriters waits for what is left of the time after a registration, so that all who subscribe in it can rely on the same,
+// also those that find the group registered a moment ago and those whose first try was cut off.
+func (q *queue) awaitWriters(ctx context.Context, conn *pgx.Conn, left time.Duration, log watermill.LoggerAdapter) error {
+	if left <= 0 {
+		return nil
+	}
+	wait, cancel := context.WithTimeout(ctx, left)
+	defer cancel()
+	ended, err := q.groups.AwaitWriters(wait, conn)
+	if err != nil || ctx.Err() != nil {
+		return errors.Join(err, ctx.Err())
+	}
+	if !ended {
+		log.Info("Transactions are open that may have published before the group was registered", nil)
+	}
+	return nil
 }
 
 // adopt gives the first group of a topic the rows that were published before any was registered. It is repeated with the
@@ -66,7 +78,8 @@ func (s *subscription) adopt(ctx context.Context, conn *pgx.Conn) (more bool, er
 //
 // It waits for the transactions that have written to the table and are open, because they may have published to the group.
 // An error after ctx has ended means that the group is removed and messages of such transactions may be left; call it
-// again then. To remove the unnamed group where it is not registered is an error: its messages wait for their first
+// again then. Where the group was its topic's only one, what is published until RemoveGroup has returned may be deleted with
+// it. To remove the unnamed group where it is not registered is an error: its messages wait for their first
 // subscriber.
 func (c *Client) RemoveGroup(ctx context.Context, topic, group string) error {
 	if err := c.removeGroup(ctx, topic, group); err != nil {
@@ -102,8 +115,12 @@ func (c *Client) removeGroup(ctx context.Context, topic, group string) error {
 		if err := queue.dropRows(ctx, conn, topic, group); err != nil {
 			return err
 		}
-		if ended, err := queue.groups.AwaitWriters(ctx, conn); err != nil || !ended {
-			return errors.Join(err, ctx.Err())
+		ended, err := queue.groups.AwaitWriters(ctx, conn)
+		if err != nil {
+			return err
+		}
+		if !ended { // ctx.Err may come a moment later than the server's limit, which is cut from it
+			return fmt.Errorf("transactions that may have published to it are open: %w", cmp.Or(ctx.Err(), context.DeadlineExceeded))
 		}
 		return queue.dropRows(ctx, conn, topic, group)
 	})

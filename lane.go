@@ -410,7 +410,7 @@ func (l *lane) settlements(batch []*settlement) []claimshape.Settlement {
 }
 
 func (p *settlement) statement() claimshape.Settlement {
-	s := claimshape.Settlement{Held: p.delivery.held, Metadata: p.outcome.metadata}
+	s := claimshape.Settlement{Held: p.delivery.held, Metadata: []byte(p.outcome.metadata)}
 	switch p.outcome.kind {
 	case outcomeRetry, outcomeRetryAfter:
 		s.Outcome, s.Delay = claimshape.Retried, p.outcome.delay
@@ -553,10 +553,11 @@ func (l *lane) failed(batch []*settlement, err error) {
 	l.again(batch)
 }
 
-// postpone keeps a message whose dead letter the server refused: it stays where it is, and is a dead letter again later,
-// without a handler.
+// postpone keeps a message whose dead letter the server refused: it stays where it is, and comes back later. Where it has
+// no attempt left it is a dead letter again then, without a handler.
 func (l *lane) postpone(p *settlement, err error) {
-	p.delivery.sub.log.Error("Dead letter could not be stored, the message stays", err, p.delivery.fields())
+	p.delivery.sub.log.Error("Dead letter could not be stored, the message stays", err,
+		p.delivery.fields().Add(watermill.LogFields{"reason": p.outcome.reason, "dead_letter": p.delivery.sub.dead.String()}))
 	p.outcome = RetryAfter(deadLetterPause).Because(err)
 	l.again([]*settlement{p})
 }

@@ -42,8 +42,9 @@ type WaitEvent struct {
 // WakeEvent is the end of a wait. Reason is publish, notify, reconnect, due, settled or interval.
 type WakeEvent struct{ Topic, Group, Reason string }
 
-// SettleEvent is the end of a delivery. Outcome is acked, retried, discarded, released or lost. Err is what the database
-// said where it refused, or why the row did not decode.
+// SettleEvent is the end of a delivery. Outcome is acked, retried, discarded, released, deadLettered or lost. Reason is that
+// of a dead letter. Err is what the database said where it refused, what led to the outcome (Outcome.Because, or the
+// handler's error under Outcomes), or why the row did not decode.
 type SettleEvent struct {
 	Delivery Delivery
 	Outcome  string

@@ -16,7 +16,7 @@ type Outcome struct {
 	delay    time.Duration
 	reason   string
 	cause    error
-	metadata []byte // of a retry or a dead letter: keys that are added to the row's
+	metadata string // of a retry or a dead letter: a JSON object of keys that are added to the row's
 }
 
 type outcomeKind uint8
@@ -117,10 +117,14 @@ func Outcomes(h message.HandlerFunc) message.HandlerFunc {
 		returned = true
 		d.failure.Store(&err)
 		var o Outcome
-		if errors.As(err, &o) && SetOutcome(msg.Context(), o.because(err)) {
+		if !errors.As(err, &o) {
+			return produced, err
+		}
+		// What has ended before, as under InstantAck, cannot end otherwise; a Discard then has nothing left to do.
+		if SetOutcome(msg.Context(), o.because(err)) || o.kind == outcomeDiscard {
 			return nil, nil
 		}
-		return produced, err
+		return nil, err
 	}
 }
 

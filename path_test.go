@@ -156,6 +156,33 @@ func TestSubscriptionThatNobodyReadsTakesNoMoreThanItsSlots(t *testing.T) {
 	require.Empty(t, r.claimed, "the next claim follows the hand-over of the rest")
 }
 
+// A claim that ended at its bytes is followed by the next as a full one is.
+func TestLargeMessagesFollowEachOtherWithoutAWake(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "W3", "FD2")
+	r := newRig(t)
+	r.open(t, Config{PollInterval: time.Hour})
+	pub := r.warm(t)
+	r.db.Exec(t, `INSERT INTO public.pgmill_messages (topic, uuid, payload)
+		SELECT 'orders', i::text, decode(repeat('61', 6291456), 'hex') FROM generate_series(1, 5) AS i ORDER BY i`)
+	out := r.subscribe(t, "orders", SubscriberConfig{})
+	for i := range 5 {
+		msg := await(t, out)
+		require.Equal(t, fmt.Sprint(i+1), msg.UUID)
+		require.Len(t, msg.Payload, 6<<20)
+		msg.Ack()
+	}
+	for range 5 {
+		require.Equal(t, "acked", await(t, r.settled).Outcome)
+	}
+	for _, want := range []int{2, 2, 1} {
+		require.Equal(t, want, await(t, r.claimed).Got)
+	}
+	require.Empty(t, r.woken)
+	require.NoError(t, pub.Publish("orders", text("small")))
+	require.Equal(t, "small", await(t, out).UUID)
+}
+
 // The Lease shape holds rows by what it wrote into them.
 func TestLeaseHoldsNoSessionWhileHandlersRun(t *testing.T) {
 	t.Parallel()

@@ -199,8 +199,8 @@ func (p *Publisher) records(m marshaler.Marshaler, topic string, msgs []*message
 	return r, nil
 }
 
-// delay of a message. One that is a delivery of ours, or was one, may have a delay that means nothing any more: it is no
-// reason to refuse it to a poison queue.
+// delay of a message. One that is a delivery of ours came with a delay that is over, and may have one that is none: that is
+// no reason to refuse it to a poison queue.
 func (p *Publisher) delay(topic string, msg *message.Message) (time.Duration, error) {
 	_, timed := msg.Metadata[delay.DelayedUntilKey]
 	_, spanned := msg.Metadata[delay.DelayedForKey]
@@ -210,11 +210,11 @@ func (p *Publisher) delay(topic string, msg *message.Message) (time.Duration, er
 		}
 		return p.config.Delay(topic, msg), nil
 	}
-	wait, err := metadataDelay(msg.Metadata)
 	if d := deliveryFrom(msg.Context()); d != nil && d.msg == msg {
+		wait, _, _ := d.newDelay()
 		return wait, nil
 	}
-	return wait, err
+	return metadataDelay(msg.Metadata)
 }
 
 func (p *Publisher) record(m marshaler.Marshaler, topic string, msg *message.Message, rec *marshaler.Record) error {

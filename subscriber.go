@@ -193,8 +193,10 @@ func (c *SubscriberConfig) check() error {
 // handlers have CloseTimeout to settle.
 //
 // It creates the default table where it is missing (see Config.NoMigrate), registers the consumer group, and needs the
-// database for that; an error can be repeated and leaves at most the table and the registration behind. The first
-// registration of a group waits up to 5 seconds for transactions that may have published without it. Later outages are survived: the channel stays open.
+// database for that; after an error the call can be repeated, and at most the table and the registration are left behind.
+// In the first 5 seconds of a group it waits, until they are over, for transactions that may have published without it:
+// what is committed after Subscribe has returned is the group's, unless its transaction was open all that time. Later
+// outages are survived: the channel stays open.
 func (s *Subscriber) Subscribe(ctx context.Context, topic string) (<-chan *message.Message, error) {
 	sub, err := s.subscribe(ctx, topic)
 	if err != nil {
@@ -230,11 +232,11 @@ func (s *Subscriber) subscribe(ctx context.Context, topic string) (*subscription
 	if err := s.readyForWork(ctx); err != nil {
 		return nil, err
 	}
-	adopts, err := queue.register(ctx, s.client, topic, group, s.log)
+	dead, err := s.deadLetters(ctx, topic, queue)
 	if err != nil {
 		return nil, err
 	}
-	dead, err := s.deadLetters(ctx, topic, queue)
+	adopts, err := queue.register(ctx, s.client, topic, group, s.log)
 	if err != nil {
 		return nil, err
 	}

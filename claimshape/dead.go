@@ -54,10 +54,14 @@ func (d *DeadLetters) Origins(ctx context.Context, conn *pgx.Conn, topic string)
 	return group, topics, err
 }
 
-// Requeue moves up to limit dead letters of a topic and group back to the topic that they came from, the oldest first.
+// Requeue moves up to limit dead letters of a topic and group back to the topic that they came from, the oldest first. An
+// error means that none was moved, or that the answer was lost.
 func (d *DeadLetters) Requeue(ctx context.Context, conn *pgx.Conn, topic, group, origin string, limit int) (n int, err error) {
 	err = d.link.transaction(ctx, conn, call{
 		statement: d.requeued, params: []any{topic, group, origin, int64(limit)}, read: readIDs(func(int64) { n++ }),
 	})
-	return n, err
+	if err != nil {
+		return 0, err
+	}
+	return n, nil
 }

@@ -14,6 +14,7 @@ const (
 
 	// A change to a topic's register waits this long for another one.
 	registerLockTimeout = "10s"
+	rollbackTimeout     = 5 * time.Second
 
 	// Transactions that write to the table are looked at this often, while somebody waits for their ends.
 	writersPause    = 2 * time.Millisecond
@@ -46,22 +47,27 @@ func NewGroups(t Table, l Link) *Groups {
 
 // Registration is what the register says of a group.
 type Registration struct {
-	Adopts bool // what was published before any group was registered is this one's
-	New    bool // this call registered it
+	Adopts bool          // what was published before any group was registered is this one's
+	New    bool          // this call registered it
+	Age    time.Duration // for how long it has been registered; 0 where this call did
 }
 
 // Register makes sure that a group of a topic is registered, and writes only where it is not. What is published after it
 // has committed has a row for the group.
 func (g *Groups) Register(ctx context.Context, conn *pgx.Conn, topic, group string) (Registration, error) {
-	adopts, found, err := g.find(ctx, conn, topic, group)
+	r, found, err := g.find(ctx, conn, topic, group)
 	if err != nil || found {
-		return Registration{Adopts: adopts}, err
+		return r, err
 	}
-	if _, err := g.change(ctx, conn, g.register, topic, group); err != nil {
+	n, err := g.change(ctx, conn, g.register, topic, group)
+	if err != nil {
 		return Registration{}, fmt.Errorf("register: %w", err)
 	}
-	adopts, _, err = g.find(ctx, conn, topic, group)
-	return Registration{Adopts: adopts, New: true}, err
+	r, _, err = g.find(ctx, conn, topic, group)
+	if n > 0 { // else somebody else was faster
+		r.New, r.Age = true, 0
+	}
+	return r, err
 }
 
 // Unregister ends a registration, and answers whether there was one. What is published after it has committed has no row
@@ -74,16 +80,21 @@ func (g *Groups) Unregister(ctx context.Context, conn *pgx.Conn, topic, group st
 	return n > 0, nil
 }
 
-func (g *Groups) find(ctx context.Context, conn *pgx.Conn, topic, group string) (adopts, found bool, err error) {
+func (g *Groups) find(ctx context.Context, conn *pgx.Conn, topic, group string) (reg Registration, found bool, err error) {
 	err = g.link.transaction(ctx, conn, call{
-		statement: g.registered, params: []any{topic, group}, read: func(r rows, _ bool) error {
+		statement: g.registered, params: []any{topic, group}, read: func(r rows, binary bool) error {
 			for r.NextRow() {
-				adopts, found = readBool(r.Values()[0]), true
+				v := r.Values()
+				age, err := readInt8(v[1], binary)
+				if err != nil {
+					return err
+				}
+				reg, found = Registration{Adopts: readBool(v[0]), Age: time.Duration(age) * time.Microsecond}, true
 			}
 			return nil
 		},
 	})
-	return adopts, found, err
+	return reg, found, err
 }
 
 // change runs a statement on the register, one at a time for each topic. Each statement of the transaction has a snapshot
@@ -93,7 +104,7 @@ func (g *Groups) change(ctx context.Context, conn *pgx.Conn, s statement, topic,
 	if err != nil {
 		return 0, err
 	}
-	defer tx.Rollback(context.WithoutCancel(ctx))
+	defer rollback(ctx, tx)
 	if _, err := tx.Exec(ctx, "SET LOCAL lock_timeout TO '"+registerLockTimeout+"'", pgx.QueryExecModeExec); err != nil {
 		return 0, err
 	}
@@ -105,6 +116,13 @@ func (g *Groups) change(ctx context.Context, conn *pgx.Conn, s statement, topic,
 		return 0, err
 	}
 	return tag.RowsAffected(), tx.Commit(ctx)
+}
+
+// rollback does nothing after a commit.
+func rollback(ctx context.Context, tx pgx.Tx) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTimeout)
+	defer cancel()
+	_ = tx.Rollback(ctx) // a connection that does not answer is closed with it
 }
 
 // AwaitWriters waits for the transactions that have written to the table and are open now: they may have published by
@@ -151,7 +169,8 @@ func (g *Groups) Adopt(ctx context.Context, conn *pgx.Conn, topic, group string)
 	return g.slice(ctx, conn, g.adopt, topic, group)
 }
 
-// DropRows deletes rows of a group that is not registered. It answers how many, and whether there may be more.
+// DropRows deletes rows of a group that is not registered. It answers how many, and whether there may be more. A row that
+// somebody has locked it waits for, no longer than for any lock: then the error is 55P03 and nothing was deleted.
 func (g *Groups) DropRows(ctx context.Context, conn *pgx.Conn, topic, group string) (n int, more bool, err error) {
 	return g.slice(ctx, conn, g.dropRows, topic, group)
 }

@@ -36,7 +36,7 @@ func eachMode(t *testing.T, f func(t *testing.T, b *bundle), opts ...func(*pgxpo
 	for _, mode := range modes {
 		t.Run(mode.String(), func(t *testing.T) {
 			b := open(t, db, append(opts, inMode(mode))...)
-			b.exec("TRUNCATE pgmill_messages RESTART IDENTITY")
+			b.exec("TRUNCATE pgmill_messages, pgmill_subscriptions RESTART IDENTITY")
 			f(t, b)
 		})
 	}
@@ -55,6 +55,7 @@ type bundle struct {
 	conn   *pgx.Conn
 	lease  *LeaseStatements
 	insert *Insert
+	groups *Groups
 }
 
 // setup is a bundle on a database of the test's own. When the test ends, no connection may be in a transaction or hold a
@@ -87,7 +88,7 @@ func open(t testing.TB, db *pgtest.DB, opts ...func(*pgxpool.Config)) *bundle {
 	b := &bundle{DB: db, t: t, ctx: t.Context(), pool: pool}
 	b.conn = b.acquire()
 	link := NewLink(pool.Config().ConnConfig)
-	b.lease, b.insert = NewLeaseStatements(Default(), link), NewInsert(Default(), link)
+	b.lease, b.insert, b.groups = NewLeaseStatements(Default(), link), NewInsert(Default(), link), NewGroups(Default(), link)
 	t.Cleanup(func() { db.RequireIdle(t) })
 	return b
 }

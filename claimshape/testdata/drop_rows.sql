@@ -1,5 +1,6 @@
 -- Drop up to $3 rows of a topic ($1) and a group ($2) that is not registered. Answers the ids it dropped.
--- Index: (topic, consumer_group, due_at, id), then the primary key. Locks: the rows it drops, never waits.
+-- Index: (topic, consumer_group, due_at, id), then the primary key. Locks: the rows it drops, in id order; it waits for a
+-- row that somebody has locked, which would be left behind otherwise.
 WITH doomed AS MATERIALIZED (
   SELECT q.id
     FROM "public"."pgmill_messages" AS q
@@ -9,7 +10,7 @@ WITH doomed AS MATERIALIZED (
                       WHERE s.table_name = E'pgmill_messages' AND s.topic = $1::text AND s.consumer_group = $2::text)
    ORDER BY q.id
    LIMIT $3::bigint
-     FOR UPDATE OF q SKIP LOCKED
+     FOR UPDATE OF q
 )
 DELETE FROM "public"."pgmill_messages" AS q
  USING doomed

@@ -29,7 +29,7 @@ WITH clk AS MATERIALIZED (
 ), put AS (
   INSERT INTO "public"."pgmill_messages" (topic, consumer_group, uuid, payload, metadata, ordering_key, due_at, created_at)
   SELECT $3::text, g.consumer_group, gone.uuid, gone.payload,
-         CASE WHEN gone.metadata->>'pgmill_metadata' IS NOT NULL
+         CASE WHEN gone.metadata ?& ARRAY['pgmill_metadata', 'pgmill_consumer_group']
               THEN (gone.metadata->>'pgmill_metadata')::jsonb
               ELSE gone.metadata - ARRAY['reason_poisoned', 'topic_poisoned', 'handler_poisoned', 'subscriber_poisoned',
                                          'pgmill_consumer_group', 'pgmill_attempts'] END,

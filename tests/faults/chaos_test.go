@@ -142,12 +142,12 @@ func TestKillsAndStormsUnderLoadLoseNothingAndNeverOverlap(t *testing.T) {
 	db := server.New(t)
 	s := openSystem(t, db, db.Pool(t), pgmill.Config{Table: claimshape.Table{Lease: chaosLease}})
 	s.publish(t, "orders", 1) // makes the table
-	c := &chaos{db: db, admin: server.DSN(""), journal: filepath.Join(t.TempDir(), "journal")}
+	c := &chaos{db: db, admin: server.DSN(""), journal: filepath.Join(t.TempDir(), "journal"), strikes: rand.IntN(5)}
 	for range 3 {
 		c.startWorker(t)
 	}
 	load := startPublishing(s, "load", "orders")
-	for end := time.Now().Add(length); time.Now().Before(end) || c.frozen == 0; {
+	for end := time.Now().Add(length); time.Now().Before(end) || c.frozen+c.cut == 0; {
 		c.strike(t)
 		pause(t.Context(), time.Duration(100+rand.IntN(600))*time.Millisecond)
 	}
@@ -171,8 +171,8 @@ func TestKillsAndStormsUnderLoadLoseNothingAndNeverOverlap(t *testing.T) {
 		last := runs[uuid][len(runs[uuid])-1]
 		require.Equal(t, "ack", last.end, "%s is gone, and its last run was %+v", uuid, last)
 	}
-	t.Logf("%v: %d killed, %d storms, %d frozen; %d stored, %d unknown; runs: %d acked, %d nacked, %d told of a lost lease, "+
-		"%d cut off by a kill", length, c.kills, c.storms, c.frozen, len(load.stored), len(load.unsure),
+	t.Logf("%v: %d killed, %d storms, %d frozen, %d cut off; %d stored, %d unknown; runs: %d acked, %d nacked, %d told of a lost lease, "+
+		"%d without an end", length, c.kills, c.storms, c.frozen, c.cut, len(load.stored), len(load.unsure),
 		ends["ack"], ends["nack"], ends["told"], ends[""])
 	if !testing.Short() {
 		require.Positive(t, ends[""], "killed in the middle of their work")
@@ -181,30 +181,40 @@ func TestKillsAndStormsUnderLoadLoseNothingAndNeverOverlap(t *testing.T) {
 
 // chaos is what is done to a system from outside.
 type chaos struct {
-	db                    *pgtest.DB
-	admin                 string
-	journal               string
-	workers               []*pgtest.ChildProcess
-	strikes               int
-	kills, storms, frozen int
+	db      *pgtest.DB
+	admin   string
+	journal string
+	workers []chaosWorker
+	strikes int
+
+	kills, storms, frozen, cut int
+}
+
+type chaosWorker struct {
+	*pgtest.ChildProcess
+	proxy *pgtest.Proxy // between it and the server
 }
 
 func (c *chaos) startWorker(t *testing.T) {
 	t.Helper()
-	c.workers = append(c.workers, pgtest.Child(t, "chaos", "FAULTS_DSN="+c.db.DSN, "FAULTS_JOURNAL="+c.journal))
+	proxy := pgtest.NewProxy(t, c.db.DSN)
+	child := pgtest.Child(t, "chaos", "FAULTS_DSN="+proxy.DSN(""), "FAULTS_JOURNAL="+c.journal)
+	c.workers = append(c.workers, chaosWorker{child, proxy})
 }
 
-// strike does what is next: it kills a worker, ends all sessions, or freezes one for a while.
+// strike does what is next: it kills a worker, ends all sessions, freezes one for a while, or cuts a worker off.
 func (c *chaos) strike(t *testing.T) {
 	t.Helper()
 	c.strikes++
-	switch c.strikes % 4 {
-	case 1, 3:
+	switch c.strikes % 5 {
+	case 0, 2:
 		c.kill(t)
-	case 2:
+	case 1:
 		c.storm(t)
-	default:
+	case 3:
 		c.freeze(t)
+	case 4:
+		c.cutOff(t)
 	}
 }
 
@@ -252,6 +262,16 @@ func (c *chaos) freeze(t *testing.T) {
 	defer func() { _ = syscall.Kill(pid, syscall.SIGCONT) }()
 	pause(t.Context(), chaosLease/2+time.Duration(rand.Int64N(int64(chaosLease))))
 	c.frozen++
+}
+
+// cutOff leaves the youngest worker without a network for longer than a lease.
+func (c *chaos) cutOff(t *testing.T) {
+	t.Helper()
+	w := c.workers[len(c.workers)-1]
+	w.proxy.BlackHole()
+	defer w.proxy.Heal()
+	pause(t.Context(), chaosLease+time.Second)
+	c.cut++
 }
 
 // asAdmin runs f on a connection of its own to another database, which no storm reaches.
