@@ -119,13 +119,20 @@ func (c *Client) NewSubscriber(config SubscriberConfig) (*Subscriber, error) {
 func (c *Client) newSubscriber(config SubscriberConfig, logger watermill.LoggerAdapter) (*Subscriber, error) {
 	config.setDefaults()
 	err := config.check()
-	if max := c.pool.Config().MaxConns; config.Transactional && max < 2 {
-		err = errors.Join(err, fmt.Errorf("SubscriberConfig.Transactional holds a connection, the pool's MaxConns is %d and must be at least 2", max))
+	if config.Transactional {
+		err = errors.Join(err, c.checkTransactional())
 	}
 	if err != nil {
 		return nil, fmt.Errorf("new subscriber: %w", err)
 	}
 	return &Subscriber{client: c, config: config, log: orNop(logger), subs: map[*subscription]struct{}{}}, nil
+}
+
+func (c *Client) checkTransactional() error {
+	if max := c.pool.Config().MaxConns; max < 2 {
+		return fmt.Errorf("SubscriberConfig.Transactional holds a connection, the pool's MaxConns is %d and must be at least 2", max)
+	}
+	return nil
 }
 
 func (c *SubscriberConfig) setDefaults() {
