@@ -66,7 +66,8 @@ type delivery struct {
 	row    claimshape.Row
 	msg    *message.Message
 
-	work atomic.Pointer[workTx] // of a Transactional subscription, once begun
+	locked *workTx                // the transaction that holds the row, of a Transactional subscription under row locks
+	work   atomic.Pointer[workTx] // of a Transactional subscription, once begun
 
 	batch  *batch // nil where messages are delivered one by one
 	place  int    // in the batch
@@ -269,10 +270,10 @@ func (d *delivery) lose(err error) bool {
 		return false
 	}
 	d.sub.freeSlot(d)
-	d.finish(outcomeLost, Outcome{}, err)
 	if t, ok := d.holder.(*leaseTx); ok {
-		t.forget(d)
+		t.forget(d) // before the context ends, and with it what the drain waits for
 	}
+	d.finish(outcomeLost, Outcome{}, err)
 	return true
 }
 

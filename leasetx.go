@@ -44,7 +44,7 @@ func (s *subscription) transactional(all []*delivery) {
 }
 
 // begin opens the transaction, with the first call.
-func (t *leaseTx) begin(ctx context.Context) (*workTx, error) {
+func (t *leaseTx) begin(ctx context.Context, _ *delivery) (*workTx, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.left == 0 {
@@ -81,7 +81,8 @@ func (t *leaseTx) beat(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		}
-		ping, cancel := context.WithTimeout(ctx, heartbeat)
+		// Not ctx: its end would break the connection in the middle of a ping, and with it the transaction.
+		ping, cancel := context.WithTimeout(context.Background(), heartbeat)
 		_ = t.work.ping(ping)
 		cancel()
 	}

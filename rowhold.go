@@ -126,12 +126,15 @@ func (h *rowHold) take(got claimshape.Claimed) {
 	}
 	if s.config.Transactional {
 		h.work = newWorkTx(h.conn.Conn(), s.client)
+		for _, d := range all {
+			d.locked = h.work
+		}
 	}
 	h.pending = s.deliverable(all)
 }
 
-// begin is the transaction that holds the row: it is open.
-func (h *rowHold) begin(context.Context) (*workTx, error) { return h.work, nil }
+// begin is the transaction that holds the row: it is open. The hold itself may be with its next claim by now.
+func (h *rowHold) begin(_ context.Context, d *delivery) (*workTx, error) { return d.locked, nil }
 
 // settle hears how a delivery ended. It never blocks: each ends once.
 func (h *rowHold) settle(d *delivery, o Outcome) { h.ends <- &settlement{delivery: d, outcome: o} }

@@ -80,7 +80,7 @@ func TxFromContext(ctx context.Context) (pgx.Tx, bool) {
 
 // worker is a holder whose deliveries have a transaction.
 type worker interface {
-	begin(ctx context.Context) (*workTx, error)
+	begin(ctx context.Context, d *delivery) (*workTx, error)
 }
 
 // openWork is the delivery's transaction, begun with the first call.
@@ -88,7 +88,7 @@ func (d *delivery) openWork(ctx context.Context) (*workTx, error) {
 	if d.decided.Load() {
 		return nil, fmt.Errorf("transaction: the delivery is over: %w", pgx.ErrTxClosed)
 	}
-	w, err := d.holder.(worker).begin(ctx)
+	w, err := d.holder.(worker).begin(ctx, d)
 	if err != nil {
 		return nil, fmt.Errorf("transaction: %w", err)
 	}
