@@ -48,6 +48,21 @@ func TestRowLock(t *testing.T) {
 	}.run(t)
 }
 
+// TestRowLockSingleStream keeps the order by holding one message. A batch does not: the suite asks that no message comes
+// before the Ack of the one in front of it, and a batch hands over all of its own.
+func TestRowLockSingleStream(t *testing.T) {
+	mode{
+		shape:  claimshape.RowLock,
+		config: pgmill.SubscriberConfig{Concurrency: 1},
+		features: tests.Features{
+			Persistent:                          true,
+			GuaranteedOrder:                     true,
+			GuaranteedOrderWithSingleSubscriber: true,
+		},
+		restarts: true,
+	}.run(t)
+}
+
 // TestRowLockBatch holds up to 20 messages in a transaction, which ends with the last of them.
 func TestRowLockBatch(t *testing.T) {
 	mode{
