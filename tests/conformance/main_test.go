@@ -3,6 +3,7 @@
 package conformance
 
 import (
+	"flag"
 	"fmt"
 	"os"
 	"testing"
@@ -19,6 +20,12 @@ import (
 func TestMain(m *testing.M) {
 	if os.Getenv("PGMILL_TEST_RESTART") != "" {
 		pgtest.Main(m) // restarts a server for the process that started this one, and ends
+	}
+	flag.Parse()
+	if testing.Short() {
+		if err := flag.Set("test.parallel", "8"); err != nil {
+			panic(err)
+		}
 	}
 	code := m.Run()
 	if err := findLeaks(); err != nil {

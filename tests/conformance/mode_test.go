@@ -42,7 +42,12 @@ type pubSub struct {
 //
 // With the race detector nothing restarts: TestReconnect of Watermill v1.5.1 reads and appends to its list of published
 // messages without a lock, so it fails over any Pub/Sub. It runs without the detector.
+//
+// Under -short modes run beside each other: they wait for most of their time.
 func (m mode) run(t *testing.T) {
+	if testing.Short() {
+		t.Parallel()
+	}
 	server := pgtest.StartServer(t)
 	p := newPubSub(t, server.New(t), m.config)
 	client, err := pgmill.Open(t.Context(), p.pool, pgmill.Config{Table: claimshape.Table{Shape: m.shape}}, logger)
