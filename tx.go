@@ -227,17 +227,23 @@ func (j *join) same(o *join) bool {
 }
 
 // joinOfMessage is the transaction that a message carries. A message that is a delivery in work is published in its
-// transaction, where that was begun: a poison queue parks it together with the Ack.
-func joinOfMessage(msg *message.Message) *join {
+// transaction, which is begun here where a call of the handler could not: a poison queue parks it together with the Ack.
+func joinOfMessage(msg *message.Message) (*join, error) {
 	if j, ok := msg.Context().Value(txKey{}).(*join); ok {
-		return j
+		return j, nil
 	}
-	if d := deliveryFrom(msg.Context()); d != nil && d.msg == msg && !d.decided.Load() {
-		if w := d.work.Load(); w != nil {
-			return &join{work: w, client: w.client}
+	d := deliveryFrom(msg.Context())
+	if d == nil || d.msg != msg || !d.sub.config.Transactional || d.decided.Load() {
+		return nil, nil
+	}
+	w := d.work.Load()
+	if w == nil {
+		var err error
+		if w, err = d.openWork(d.ctx); err != nil {
+			return nil, err
 		}
 	}
-	return nil
+	return &join{work: w, client: w.client}, nil
 }
 
 // joinOf is the publisher of the transaction that all of the messages carry, or nil where none does.
@@ -246,7 +252,10 @@ func (p *Publisher) joinOf(msgs []*message.Message) (*TxPublisher, error) {
 	for i, msg := range msgs {
 		var j *join
 		if msg != nil {
-			j = joinOfMessage(msg)
+			var err error
+			if j, err = joinOfMessage(msg); err != nil {
+				return nil, err
+			}
 		}
 		if j != nil && j.client != nil && j.client != p.client.shared {
 			j = nil

@@ -368,3 +368,61 @@ func TestEveryTransactionalModeHasItsEffectsExactlyOnce(t *testing.T) {
 		require.Equal(t, total, s.db.QueryInt(t, fmt.Sprintf(once, "public.pgmill_messages", "uuid")))
 	})
 }
+
+// A handler that got no transaction because the server was away may be parked by a PoisonQueue outside when it is back: then,
+// too, parking and Ack are one commit.
+func TestMessageThatGotNoTransactionIsParkedTogetherWithItsAck(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FT10")
+	over(t, func(t *testing.T, s *system) {
+		if !s.transactional || s.batch {
+			return
+		}
+		s.register(t)
+		proxy := pgtest.NewProxy(t, s.db.DSN)
+		pool := proxy.Pool(t)
+		client, err := pgmill.Open(t.Context(), pool, pgmill.Config{Table: s.table(), PollInterval: 100 * time.Millisecond}, nil)
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, client.Close()) })
+		pub, err := client.NewPublisher(pgmill.PublisherConfig{})
+		require.NoError(t, err)
+		sub, err := client.NewSubscriber(s.config(pgmill.SubscriberConfig{Backoff: pgmill.NoBackoff}, ""))
+		require.NoError(t, err)
+		poison, err := middleware.PoisonQueue(pub, "parked")
+		require.NoError(t, err)
+		seen, goOn := make(chan int64, 10), make(chan struct{})
+		release := sync.OnceFunc(func() { close(goOn) })
+		watch := func(h message.HandlerFunc) message.HandlerFunc { // what others see when it is parked and not acknowledged yet
+			return func(msg *message.Message) ([]*message.Message, error) {
+				msgs, err := h(msg)
+				if err == nil {
+					seen <- s.db.QueryInt(t, rows+" WHERE topic = 'parked'")
+					<-goOn
+				}
+				return msgs, err
+			}
+		}
+		var once sync.Once
+		outage := func(h message.HandlerFunc) message.HandlerFunc {
+			return func(msg *message.Message) ([]*message.Message, error) {
+				once.Do(func() {
+					proxy.Refuse(true)
+					proxy.ResetAll()
+				})
+				defer proxy.Heal()
+				return h(msg)
+			}
+		}
+		router, err := message.NewRouter(message.RouterConfig{}, nil)
+		require.NoError(t, err)
+		router.AddMiddleware(watch, poison, outage, pgmill.Transaction)
+		router.AddConsumerHandler("handler", "orders", sub, func(*message.Message) error { return errHandler })
+		s.run(t, router)
+		t.Cleanup(release)
+		s.publish(t, 1)
+		require.Zero(t, next(t, seen), "parked before the Ack")
+		release()
+		s.requireDrained(t)
+		require.EqualValues(t, 1, s.db.QueryInt(t, rows+" WHERE topic = 'parked'"))
+	})
+}
