@@ -78,12 +78,17 @@ func BatchEach(f func(ctx context.Context, msgs []*message.Message) []error) mes
 type batchFunc func(ctx context.Context, msgs []*message.Message) []error
 
 func joined(f batchFunc) message.NoPublishHandlerFunc {
-	return func(msg *message.Message) error {
+	return func(msg *message.Message) (err error) {
+		returned := false
+		defer func() { nackUnless(&returned, msg, recover()) }()
 		d := deliveryFrom(msg.Context())
 		if d == nil || d.batch == nil {
-			return resultOf(f(msg.Context(), []*message.Message{msg}), 0)
+			err = resultOf(f(msg.Context(), []*message.Message{msg}), 0)
+		} else {
+			err = d.batch.call(d, msg, f)
 		}
-		return d.batch.call(d, msg, f)
+		returned = true
+		return err
 	}
 }
 

@@ -112,6 +112,7 @@ type shared struct {
 	link   claimshape.Link
 	hub    wakeHub
 	budget *budget
+	beat   time.Duration // of transactions that are open while handlers work
 	inWork atomic.Int64 // deliveries that are not decided, over all subscriptions
 
 	notifier notifier
@@ -146,6 +147,7 @@ func clientOf(pool *pgxpool.Pool) (*Client, error) {
 		s = &shared{
 			link:   claimshape.NewLink(pool.Config().ConnConfig),
 			budget: newBudget(pool.Config().MaxConns),
+			beat:   heartbeat,
 			log:    watermill.NopLogger{},
 			tables: map[string]*queue{},
 			lanes:  map[*queue]*lane{},

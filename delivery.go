@@ -292,6 +292,8 @@ func (d *delivery) finish(outcome string, o Outcome, err error) {
 		d.sub.reportLost(d, err)
 	case o.kind == outcomeRelease:
 		cause = ErrShutdown
+	case errors.Is(o.cause, ErrBatchRolledBack): // an Ack that became a retry
+		cause = ErrBatchRolledBack
 	}
 	d.cancel(cause)
 	if err == nil {

@@ -1,6 +1,10 @@
 package pgmill
 
-import "time"
+import (
+	"time"
+
+	"github.com/pgmill/pgmill/claimshape"
+)
 
 // drain ends a stopped subscription, within its CloseTimeout and flushTimeout. Nothing is claimed or handed over any
 // more. Deliveries in work keep their contexts and may settle; those that do not are cut off and released. The channel is
@@ -53,8 +57,13 @@ func (s *subscription) awaitUntil(d time.Duration, holds func() bool) bool {
 	}
 }
 
-// cutOff ends what is still in work: its context is cancelled and its row given back.
+// cutOff ends what is still in work: its context is cancelled and its row given back. Transactions that hold rows do it
+// themselves: one may be with its next claim.
 func (s *subscription) cutOff() {
+	close(s.cut)
+	if s.queue.table.Shape == claimshape.RowLock {
+		return
+	}
 	s.mu.Lock()
 	left := make([]*delivery, 0, len(s.inWork))
 	for d := range s.inWork {
@@ -62,13 +71,18 @@ func (s *subscription) cutOff() {
 	}
 	s.mu.Unlock()
 	for _, d := range left {
-		// One that was answered is only waiting for its goroutine to run.
-		if d.answered() || !d.decided.CompareAndSwap(false, true) {
-			continue
-		}
-		s.log.Error("Handler did not end within the close timeout, its message is released", ErrShutdown, d.fields())
-		d.cancel(ErrShutdown)
-		s.freeSlot(d)
-		d.holder.settle(d, Outcome{kind: outcomeRelease})
+		d.cutOff()
 	}
+}
+
+// cutOff ends a delivery that is still in work.
+func (d *delivery) cutOff() {
+	// One that was answered is only waiting for its goroutine to run.
+	if d.answered() || !d.decided.CompareAndSwap(false, true) {
+		return
+	}
+	d.sub.log.Error("Handler did not end within the close timeout, its message is released", ErrShutdown, d.fields())
+	d.cancel(ErrShutdown)
+	d.sub.freeSlot(d)
+	d.holder.settle(d, Outcome{kind: outcomeRelease})
 }

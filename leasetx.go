@@ -19,6 +19,8 @@ import (
 type leaseTx struct {
 	sub *subscription
 
+	beginning sync.Mutex // not mu: the keeper, which takes mu, must not wait for a connection
+
 	mu      sync.Mutex
 	left    int // not decided
 	decided []*settlement
@@ -45,23 +47,27 @@ func (s *subscription) transactional(all []*delivery) {
 
 // begin opens the transaction, with the first call.
 func (t *leaseTx) begin(ctx context.Context, _ *delivery) (*workTx, error) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.left == 0 {
-		return nil, pgx.ErrTxClosed
+	t.beginning.Lock()
+	defer t.beginning.Unlock()
+	if w, begun := t.begun(); begun {
+		return w, nil
 	}
-	if t.work != nil {
-		return t.work, nil
-	}
-	conn, err := t.sub.client.pool.Acquire(ctx)
+	client := t.sub.client
+	conn, err := client.pool.Acquire(ctx)
 	if err != nil {
 		return nil, connectError{err}
 	}
-	if err := claimshape.BeginWork(ctx, conn.Conn(), missedHeartbeats*heartbeat); err != nil {
+	if err := claimshape.BeginWork(ctx, conn.Conn(), missedHeartbeats*client.beat); err != nil {
 		conn.Release()
 		return nil, err
 	}
-	t.conn, t.work = conn, newWorkTx(conn.Conn(), t.sub.client)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.left == 0 { // decided meanwhile
+		conn.Release() // which closes it: it is in a transaction
+		return nil, pgx.ErrTxClosed
+	}
+	t.conn, t.work = conn, newWorkTx(conn.Conn(), client)
 	var beats context.Context
 	beats, t.beats = context.WithCancel(context.Background())
 	t.beating = make(chan struct{})
@@ -69,11 +75,17 @@ func (t *leaseTx) begin(ctx context.Context, _ *delivery) (*workTx, error) {
 	return t.work, nil
 }
 
+func (t *leaseTx) begun() (*workTx, bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.work, t.work != nil
+}
+
 // beat keeps the transaction from being idle while the handler works elsewhere. A transaction that the server has ended is
 // the handler's to find out, by its next statement, or the settlement's.
 func (t *leaseTx) beat(ctx context.Context) {
 	defer close(t.beating)
-	ticker := time.NewTicker(heartbeat)
+	ticker := time.NewTicker(t.sub.client.beat)
 	defer ticker.Stop()
 	for {
 		select {
@@ -82,7 +94,7 @@ func (t *leaseTx) beat(ctx context.Context) {
 			return
 		}
 		// Not ctx: its end would break the connection in the middle of a ping, and with it the transaction.
-		ping, cancel := context.WithTimeout(context.Background(), heartbeat)
+		ping, cancel := context.WithTimeout(context.Background(), t.sub.client.beat)
 		_ = t.work.ping(ping)
 		cancel()
 	}
@@ -214,16 +226,17 @@ func (t *leaseTx) probe(held []claimshape.Held, lost error) (committed bool, err
 // retry.
 func (t *leaseTx) toLane(err error) {
 	s := t.sub
+	switch {
+	case err == nil:
+		err = ErrBatchRolledBack
+	case len(t.decided) > 1:
+		err = fmt.Errorf("%w: %w", ErrBatchRolledBack, err)
+	}
 	for _, p := range t.decided {
 		d := p.delivery
 		switch {
 		case p.done, p.lost != nil: // reported
 		case p.outcome.kind == outcomeAck && t.work != nil:
-			if err == nil {
-				err = ErrBatchRolledBack
-			} else if len(t.decided) > 1 {
-				err = fmt.Errorf("%w: %w", ErrBatchRolledBack, err)
-			}
 			s.lane.settle(d, s.decide(d, Retry().Because(err)))
 		default:
 			s.lane.settle(d, p.outcome)

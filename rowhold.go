@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -111,7 +112,7 @@ func (s *subscription) lockRows(ctx context.Context, limit int) (*pgxpool.Conn, 
 }
 
 func (s *subscription) rowLockClaim(limit int) claimshape.RowLockClaim {
-	return claimshape.RowLockClaim{Topic: s.topic, Group: s.group, Limit: limit, Idle: missedHeartbeats * heartbeat}
+	return claimshape.RowLockClaim{Topic: s.topic, Group: s.group, Limit: limit, Idle: missedHeartbeats * s.client.beat}
 }
 
 // take makes deliveries of claimed rows.
@@ -143,13 +144,17 @@ func (h *rowHold) settle(d *delivery, o Outcome) { h.ends <- &settlement{deliver
 func (h *rowHold) loop() {
 	defer h.sub.awaiting.Done()
 	defer h.end()
-	beat := time.NewTicker(heartbeat)
+	beat := time.NewTicker(h.sub.client.beat)
 	defer beat.Stop()
 	hung := time.NewTimer(time.Hour)
 	defer hung.Stop()
 	patience := time.NewTimer(time.Hour)
 	defer patience.Stop()
+	cut := h.sub.cut
 	for {
+		if len(h.pending) > 0 && h.sub.stopped() { // a claim that was under way
+			h.release()
+		}
 		var out chan<- *message.Message
 		var msg *message.Message
 		var gone, stopping <-chan struct{}
@@ -177,6 +182,9 @@ func (h *rowHold) loop() {
 				h.lose(fmt.Errorf("%w: %w", errRowLockLost, err))
 				return
 			}
+		case <-cut:
+			cut = nil
+			h.cutOff()
 		case <-h.sub.settling.Done():
 			h.lose(ErrShutdown)
 			return
@@ -201,6 +209,13 @@ func (h *rowHold) release() {
 		d.end(Outcome{kind: outcomeRelease})
 	}
 	h.pending = nil
+}
+
+// cutOff gives back what handlers have not answered when the drain's time is over.
+func (h *rowHold) cutOff() {
+	for d := range h.undecided {
+		d.cutOff()
+	}
 }
 
 // arm sets the timer to the end of the first MaxHold.
@@ -238,7 +253,7 @@ func (h *rowHold) giveUp(hung *time.Timer) {
 
 // ping finds out that the server has ended the transaction, and keeps it from being idle.
 func (h *rowHold) ping() error {
-	ctx, cancel := context.WithTimeout(h.sub.settling, heartbeat)
+	ctx, cancel := context.WithTimeout(h.sub.settling, h.sub.client.beat)
 	defer cancel()
 	if h.work != nil {
 		return h.work.ping(ctx)
@@ -246,9 +261,10 @@ func (h *rowHold) ping() error {
 	return h.conn.Ping(ctx)
 }
 
-// lose gives everything up: the transaction is gone, or will be with its connection.
+// lose gives everything up: the transaction is gone, or will be with its connection. The rows are there again.
 func (h *rowHold) lose(err error) {
 	h.drop()
+	h.rowsCameBack()
 	for d := range h.undecided {
 		if d.lose(err) {
 			delete(h.undecided, d)
@@ -257,9 +273,21 @@ func (h *rowHold) lose(err error) {
 	for range h.undecided { // they have been decided meanwhile
 		h.decided = append(h.decided, <-h.ends)
 	}
+	h.finishLost(err)
+}
+
+func (h *rowHold) finishLost(err error) {
 	for _, p := range h.decided {
 		p.delivery.finish(outcomeLost, p.outcome, err)
 	}
+}
+
+// rowsCameBack wakes for rows that are claimable again, without a settlement: now, or as soon as the server has noticed that
+// the connection is closed.
+func (h *rowHold) rowsCameBack() {
+	h.verdict = claimshape.Full
+	h.sub.place.signal(1, wokenBySettled, nil)
+	h.sub.place.due.add(claimErrorPause)
 }
 
 // drop closes the connection, and so the transaction: the server rolls it back. A statement of a handler may still use it.
@@ -273,6 +301,7 @@ func (h *rowHold) drop() {
 	conn := h.conn.Hijack()
 	_ = conn.PgConn().Conn().Close()
 	h.conn = nil
+	_ = h.work.close() // a handler's later use is pgx.ErrTxClosed; a statement under way has ended
 }
 
 // end gives the connection and the slot back.
@@ -295,7 +324,7 @@ func (h *rowHold) end() {
 func (h *rowHold) finish() bool {
 	s := h.sub
 	if err := h.endWork(); err != nil {
-		h.lose(err)
+		h.abort(err)
 		return false
 	}
 	ctx, cancel := context.WithTimeout(h.sub.settling, holdTimeout)
@@ -389,10 +418,18 @@ func (h *rowHold) settled() {
 	}
 }
 
+// abort gives up a transaction that a handler has left unusable: all of it is rolled back, and counts.
+func (h *rowHold) abort(err error) {
+	h.drop()
+	// The server may take a moment to notice. The probe waits for it; whether it found a row does not matter.
+	_, _ = h.probe(slices.Collect(h.ids))
+	h.rolledBack(err, true)
+}
+
 // failed deals with a transaction that was not committed, or may not have been.
 func (h *rowHold) failed(err error) {
 	if !claimshape.Refused(err) {
-		committed, probeErr := h.probe()
+		committed, probeErr := h.committed()
 		if committed {
 			if h.work != nil {
 				h.work.committed()
@@ -402,43 +439,56 @@ func (h *rowHold) failed(err error) {
 		}
 		err = errors.Join(err, probeErr)
 	}
+	// Where the server went away, or somebody else was to blame, the attempts do not count, as after a crash.
+	h.rolledBack(err, claimshape.Answered(err) && !claimshape.Transient(err))
+}
+
+// rolledBack reports deliveries whose transaction took no effect. Where they are to blame their attempts count.
+func (h *rowHold) rolledBack(err error, blamed bool) {
 	if len(h.decided) > 1 {
 		err = fmt.Errorf("%w: %w", ErrBatchRolledBack, err)
 	}
+	if blamed {
+		h.penalise()
+	}
+	h.rowsCameBack()
+	h.finishLost(err)
+}
+
+// penalise counts the attempts of rows whose transaction was rolled back and delays each, so that they are neither a hot loop
+// nor always in the same company. Where it cannot, they are there at once.
+func (h *rowHold) penalise() {
+	s := h.sub
+	ctx, cancel := context.WithTimeout(s.settling, holdTimeout)
+	defer cancel()
 	for _, p := range h.decided {
-		if p.outcome.kind != outcomeRelease && !claimshape.Transient(err) {
-			h.penalise(p)
+		if p.outcome.kind == outcomeRelease {
+			continue
+		}
+		d := p.delivery
+		delay := max(s.backoff(d), defaultBackoff(int(min(d.row.Attempt, 1000))))
+		if p.outcome.kind == outcomeDeadLetter {
+			delay = max(delay, deadLetterPause)
+		}
+		err := s.client.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+			return s.queue.rowLock.Penalise(ctx, conn, d.row.ID, d.row.Attempt, delay)
+		})
+		switch {
+		case err == nil:
+			s.place.due.add(delay)
+		case claimshape.Answered(err):
+			s.log.Error("Row that was rolled back could not be delayed", err, d.fields())
+		default: // the others would wait for the server as long
+			s.log.Error("Rows that were rolled back could not be delayed", err, d.fields())
+			return
 		}
 	}
-	for _, p := range h.decided {
-		p.delivery.finish(outcomeLost, p.outcome, err)
-	}
 }
 
-// penalise counts the attempt of a row whose transaction was rolled back and delays it, so that it is neither a hot loop
-// nor always in the same company. Where it cannot, the row is there at once.
-func (h *rowHold) penalise(p *settlement) {
-	s, d := h.sub, p.delivery
-	delay := max(s.backoff(d), defaultBackoff(int(min(d.row.Attempt, 1000))))
-	if p.outcome.kind == outcomeDeadLetter {
-		delay = max(delay, deadLetterPause)
-	}
-	ctx, cancel := context.WithTimeout(h.sub.settling, holdTimeout)
-	defer cancel()
-	err := s.client.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
-		return s.queue.rowLock.Penalise(ctx, conn, d.row.ID, delay)
-	})
-	if err != nil {
-		s.log.Error("Row that was rolled back could not be delayed", err, d.fields())
-		return
-	}
-	s.place.due.add(delay)
-}
-
-// probe tells whether a COMMIT whose answer was lost took effect, by a row that it would have removed. Where none would
-// have been, it does not matter: the rows come again.
-func (h *rowHold) probe() (committed bool, err error) {
-	ids := make([]int64, 0, len(h.decided))
+// committed tells whether a COMMIT whose answer was lost took effect, by the rows that it would have removed. Where there are
+// none, it does not matter: the rows come again.
+func (h *rowHold) committed() (bool, error) {
+	var ids []int64
 	for _, p := range h.decided {
 		if o := p.statement().Outcome; o == claimshape.Acked || o == claimshape.DeadLettered {
 			ids = append(ids, p.delivery.row.ID)
@@ -447,12 +497,26 @@ func (h *rowHold) probe() (committed bool, err error) {
 	if len(ids) == 0 {
 		return false, nil
 	}
+	there, err := h.probe(ids)
+	return err == nil && there == 0, err
+}
+
+// ids of the claim's rows.
+func (h *rowHold) ids(yield func(int64) bool) {
+	for _, p := range h.decided {
+		if !yield(p.delivery.row.ID) {
+			return
+		}
+	}
+}
+
+// probe counts rows that are there, once the session that had them locked has ended.
+func (h *rowHold) probe(ids []int64) (there int, err error) {
 	ctx, cancel := context.WithTimeout(h.sub.settling, holdTimeout)
 	defer cancel()
-	there := 0
 	err = h.sub.client.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
 		there = 0
 		return h.sub.queue.rowLock.Probe(ctx, conn, ids, func(int64) { there++ })
 	})
-	return err == nil && there == 0, err
+	return there, err
 }

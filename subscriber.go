@@ -377,7 +377,7 @@ func (s *Subscriber) newSubscription(ctx context.Context, topic, group string, q
 		base:   context.WithoutCancel(ctx), out: make(chan *message.Message),
 		key: wakeKey{table: q.name, topic: topic}, waker: newWaker(),
 		stopping: make(chan struct{}), claims: claims, cancelClaims: cancel, settling: settling, cancelSettling: cancelSettling, done: make(chan struct{}),
-		inWork: map[*delivery]time.Time{}, changed: make(chan struct{}, 1),
+		inWork: map[*delivery]time.Time{}, changed: make(chan struct{}, 1), cut: make(chan struct{}),
 	}
 	sub.claim = sub.claimFrom
 	return sub

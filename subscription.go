@@ -72,6 +72,7 @@ type subscription struct {
 
 	cancelSettling context.CancelFunc
 	settling       context.Context // of transactions; ends when their settlements have had their time
+	cut            chan struct{}   // closed when deliveries in work have had their time
 	awaiting       sync.WaitGroup  // one per delivery handed over
 	ended          func()          // what the Subscriber does at the end; may be nil
 	done           chan struct{}   // closed last of all
@@ -151,7 +152,8 @@ func (s *subscription) claimOnce(limit int) (claimshape.Verdict, error) {
 	case s.config.Transactional:
 		return s.claimShares(limit)
 	}
-	_, verdict, err := s.claimRows(limit)
+	all, verdict, err := s.claimRows(limit)
+	s.handOver(all)
 	return verdict, err
 }
 
@@ -168,13 +170,15 @@ func (s *subscription) claimShares(limit int) (claimshape.Verdict, error) {
 		}
 		limit = shares
 	}
-	n, verdict, err := s.claimRows(limit)
+	all, verdict, err := s.claimRows(limit)
+	used := len(all)
 	if s.config.Batch > 0 {
-		n = min(n, 1)
+		used = min(used, 1)
 	}
-	for range shares - n {
+	for range shares - used { // before the hand-over, which lasts as long as the reader likes
 		budget.give()
 	}
+	s.handOver(all)
 	return verdict, err
 }
 
@@ -195,8 +199,8 @@ func (s *subscription) awaitSlot() (free int, drained, ok bool) {
 	}
 }
 
-// claimRows claims up to limit rows and hands them over, one after the other, in claim order. It answers how many.
-func (s *subscription) claimRows(limit int) (int, claimshape.Verdict, error) {
+// claimRows claims up to limit rows into work.
+func (s *subscription) claimRows(limit int) ([]*delivery, claimshape.Verdict, error) {
 	ctx, cancel := context.WithTimeout(s.claims, claimTimeout)
 	defer cancel()
 	start := time.Now()
@@ -208,16 +212,16 @@ func (s *subscription) claimRows(limit int) (int, claimshape.Verdict, error) {
 	}
 	s.claimed(ClaimEvent{Topic: s.topic, Group: s.group, Asked: limit, Got: len(rows), Took: time.Since(start), Err: err})
 	if err != nil {
-		return 0, verdict, err
+		return nil, verdict, err
 	}
 	s.owed = false
 	if verdict == claimshape.Full {
 		s.place.signal(1, s.woken, s.waker) // now: the hand-over lasts as long as the reader likes, and may be the last
 	}
-	if len(rows) > 0 {
-		s.handOver(s.deliverable(s.takeIntoWork(rows, s.sent, s.lane)))
+	if len(rows) == 0 {
+		return nil, verdict, nil
 	}
-	return len(rows), verdict, nil
+	return s.takeIntoWork(rows, s.sent, s.lane), verdict, nil
 }
 
 func (s *subscription) claimed(e ClaimEvent) {
@@ -298,9 +302,10 @@ func (s *subscription) decoded(d *delivery) bool {
 	return true
 }
 
-// handOver sends the messages, in order. What nobody has received when the subscription stops is released.
+// handOver sends the messages, one after the other, in claim order. What nobody has received when the subscription stops is
+// released.
 func (s *subscription) handOver(all []*delivery) {
-	for _, d := range all {
+	for _, d := range s.deliverable(all) {
 		if s.stopped() {
 			d.end(Outcome{kind: outcomeRelease})
 			continue

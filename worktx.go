@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -53,18 +54,33 @@ func Transaction(h message.HandlerFunc) message.HandlerFunc {
 		}
 		outside := msg.Context()
 		defer msg.SetContext(outside)
+		returned := false
+		defer func() { nackUnless(&returned, msg, recover()) }()
 		err = w.call(outside, func(ctx context.Context) error {
 			msg.SetContext(ctx)
 			var err error
 			produced, err = h(msg)
 			return err
 		})
+		returned = true
 		for _, m := range produced {
 			if m != nil && m != msg {
 				m.SetContext(context.WithValue(m.Context(), txKey{}, &join{work: w, client: w.client}))
 			}
 		}
 		return produced, err
+	}
+}
+
+// nackUnless answers for a handler that has ended its goroutine: the Router would never hear of it. A panic goes on: others
+// may recover it and call again.
+func nackUnless(returned *bool, msg *message.Message, panicked any) {
+	switch {
+	case *returned:
+	case panicked != nil:
+		panic(panicked)
+	default:
+		msg.Nack()
 	}
 }
 
@@ -107,9 +123,9 @@ type workTx struct {
 	based  bool
 	busy   bool // a result is open
 	closed bool
-	dead   error // the transaction is lost
 
 	mu   sync.Mutex
+	dead error // the transaction is lost
 	pubs map[*Publisher]*TxPublisher
 }
 
@@ -155,7 +171,7 @@ func (w *workTx) call(ctx context.Context, f func(ctx context.Context) error) er
 	}
 	done := false
 	defer func() {
-		tx.end()
+		tx.over.Store(true)
 		if !done {
 			w.undo(callSavepoint)
 		}
@@ -171,7 +187,7 @@ func (w *workTx) call(ctx context.Context, f func(ctx context.Context) error) er
 }
 
 func (w *workTx) enter(ctx context.Context) (*handlerTx, error) {
-	tx := &handlerTx{work: w}
+	tx := &handlerTx{work: w, over: new(atomic.Bool)}
 	err := w.do(ctx, func() (err error) {
 		if !w.based {
 			if _, err := w.conn.Exec(ctx, "SAVEPOINT "+baseSavepoint, pgx.QueryExecModeSimpleProtocol); err != nil {
@@ -211,14 +227,20 @@ func (w *workTx) undo(savepoint string) {
 			return errLeftOpen
 		}
 		_, err := w.conn.Exec(ctx, "ROLLBACK TO SAVEPOINT "+savepoint, pgx.QueryExecModeSimpleProtocol)
-		if err != nil {
-			w.dead = err
-		}
 		return err
 	})
-	if errors.Is(err, errLeftOpen) {
-		w.dead = err
+	if err == nil {
+		return
 	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.dead = err
+}
+
+func (w *workTx) lost() error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.dead
 }
 
 // ping finds out that the server has ended the transaction, and keeps it from being idle. A handler's statement does the
@@ -245,10 +267,10 @@ func (w *workTx) close() error {
 		switch {
 		case w.busy:
 			return errLeftOpen
-		case w.conn.IsClosed() && w.dead == nil:
+		case w.lost() == nil && w.conn.IsClosed():
 			return errRowLockLost
 		}
-		return w.dead
+		return w.lost()
 	}
 	_ = w.conn.PgConn().Conn().SetDeadline(time.Unix(1, 0)) // ends the statement
 	again, cancelAgain := context.WithTimeout(context.Background(), workClose)
@@ -282,20 +304,14 @@ func (w *workTx) committed() {
 type handlerTx struct {
 	work  *workTx
 	inner pgx.Tx
-	over  bool // guarded by the turn
+	over  *atomic.Bool // with the call, and so of its savepoints
 }
 
 var _ pgx.Tx = (*handlerTx)(nil)
 
-func (t *handlerTx) end() {
-	<-t.work.turn
-	t.over = true
-	t.work.turn <- struct{}{}
-}
-
 func (t *handlerTx) do(ctx context.Context, f func() error) error {
 	return t.work.do(ctx, func() error {
-		if t.over {
+		if t.over.Load() {
 			return pgx.ErrTxClosed
 		}
 		return f()
@@ -317,7 +333,7 @@ func (t *handlerTx) Begin(ctx context.Context) (tx pgx.Tx, err error) {
 	err = t.do(ctx, func() error {
 		inner, err := t.inner.Begin(ctx)
 		if err == nil {
-			tx = &nestedTx{handlerTx{work: t.work, inner: inner}}
+			tx = &nestedTx{handlerTx{work: t.work, inner: inner, over: t.over}}
 		}
 		return err
 	})

@@ -62,13 +62,24 @@ func (s *RowLockStatements) Claim(ctx context.Context, conn *pgx.Conn, c RowLock
 	s.link.steps(ctx, conn, begin...)
 	if err := firstError(begin); s.link.mode == pgx.QueryExecModeCacheStatement && stalePlan(err) && !conn.IsClosed() {
 		restore(ctx, conn)
-		if err := errors.Join(conn.Deallocate(ctx, s.claim.name), conn.Deallocate(ctx, setRowLockLimits.name)); err != nil {
-			return Claimed{Err: err}
+		if err := s.deallocate(ctx, conn); err != nil {
+			return Claimed{Err: fmt.Errorf("%s: %w", s.claim.op, err)}
 		}
 		got, begin = s.begin(ctx, c)
 		s.link.steps(ctx, conn, begin...)
 	}
 	return s.begun(ctx, conn, got, begin)
+}
+
+// deallocate forgets the statements that a connection's claims and settlements have: where one is stale, the others may be.
+// A settlement could not be sent again, because its transaction is gone with the first error.
+func (s *RowLockStatements) deallocate(ctx context.Context, conn *pgx.Conn) error {
+	for _, st := range []statement{s.claim, setRowLockLimits, s.settle, s.settleAck} {
+		if err := conn.Deallocate(ctx, st.name); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // begin are the steps of a claim, and where its rows will be.
@@ -170,9 +181,11 @@ func (s *RowLockStatements) settlement(all []Settlement, dead *DeadLetters) (cal
 }
 
 // Penalise makes a row of a batch that was rolled back due after a delay and counts its attempt, in a transaction of its
-// own. Somebody who has it in work by now keeps it.
-func (s *RowLockStatements) Penalise(ctx context.Context, conn *pgx.Conn, id int64, delay time.Duration) error {
-	return s.link.transaction(ctx, conn, call{statement: s.penalty, params: []any{id, Delay(delay)}, read: readIDs(func(int64) {})})
+// own. Somebody who has it in work by now keeps it, and one whose attempt has been counted is left as it is.
+func (s *RowLockStatements) Penalise(ctx context.Context, conn *pgx.Conn, id, attempt int64, delay time.Duration) error {
+	return s.link.transaction(ctx, conn, call{
+		statement: s.penalty, params: []any{id, Delay(delay), attempt}, read: readIDs(func(int64) {}),
+	})
 }
 
 // Probe tells which rows are there still, after a COMMIT whose answer was lost. It waits for the old session's end.
