@@ -220,6 +220,9 @@ func (h *rowHold) cutOff() {
 
 // arm sets the timer to the end of the first MaxHold.
 func (h *rowHold) arm(hung *time.Timer) {
+	if h.sub.config.MaxHold <= 0 {
+		return
+	}
 	var first time.Time
 	for d := range h.undecided {
 		if until := d.heldUntil(); !until.IsZero() && (first.IsZero() || until.Before(first)) {
@@ -283,11 +286,12 @@ func (h *rowHold) finishLost(err error) {
 }
 
 // rowsCameBack wakes for rows that are claimable again, without a settlement: now, or as soon as the server has noticed that
-// the connection is closed.
+// the connection is closed, or that its client is silent.
 func (h *rowHold) rowsCameBack() {
 	h.verdict = claimshape.Full
 	h.sub.place.signal(1, wokenBySettled, nil)
 	h.sub.place.due.add(claimErrorPause)
+	h.sub.place.due.add(missedHeartbeats*h.sub.client.beat + claimErrorPause)
 }
 
 // drop closes the connection, and so the transaction: the server rolls it back. A statement of a handler may still use it.
@@ -435,6 +439,7 @@ func (h *rowHold) failed(err error) {
 				h.work.committed()
 			}
 			h.settled()
+			h.rowsCameBack() // of the next claim, whose answer was lost too
 			return
 		}
 		err = errors.Join(err, probeErr)
