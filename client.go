@@ -113,7 +113,7 @@ type shared struct {
 	hub    wakeHub
 	budget *budget
 	beat   time.Duration // of transactions that are open while handlers work
-	inWork atomic.Int64 // deliveries that are not decided, over all subscriptions
+	inWork atomic.Int64  // deliveries that are not decided, over all subscriptions
 
 	notifier notifier
 	listener *listener // nil unless ListenNotify; set by Open
