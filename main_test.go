@@ -6,4 +6,7 @@ import (
 	"github.com/pgmill/pgmill/internal/pgtest"
 )
 
-func TestMain(m *testing.M) { pgtest.Main(m) }
+func TestMain(m *testing.M) {
+	pgtest.RegisterChild("rowlock", rowLockChild)
+	pgtest.Main(m)
+}

@@ -15,7 +15,9 @@ import (
 )
 
 // rowLock are the statements of the bundle's table under row locks.
-func (b *bundle) rowLock() *RowLockStatements { return NewRowLockStatements(b.lease.table, b.lease.link) }
+func (b *bundle) rowLock() *RowLockStatements {
+	return NewRowLockStatements(b.lease.table, b.lease.link)
+}
 
 func locking(topic string, limit int) RowLockClaim {
 	return RowLockClaim{Topic: topic, Limit: limit, Idle: time.Minute}
