@@ -130,9 +130,7 @@ func (s *RowLockStatements) begun(ctx context.Context, conn *pgx.Conn, d *decode
 // Where next is not nil, the next claim goes in the same round trip, and its answer is there too.
 //
 //lint:ignore ST1008 the settlement's error comes first, and the claim has one of its own
-func (s *RowLockStatements) Settle(
-	ctx context.Context, conn *pgx.Conn, all []Settlement, dead *DeadLetters, next *RowLockClaim,
-) (error, Claimed) {
+func (s *RowLockStatements) Settle(ctx context.Context, conn *pgx.Conn, all []Settlement, dead *DeadLetters, next *RowLockClaim) (error, Claimed) {
 	var steps []*stage
 	if c, ok := s.settlement(all, dead); ok {
 		steps = append(steps, &stage{call: c})
