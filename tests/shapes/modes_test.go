@@ -32,6 +32,7 @@ type mode struct {
 	batch         bool
 	transactional bool
 	groups        []string // one subscription each
+	full          bool     // not under -short: what it is made of runs there
 }
 
 func modes() []mode {
@@ -43,7 +44,7 @@ func modes() []mode {
 			{name: "transactional", transactional: true},
 			{name: "transactional batch", batch: true, transactional: true},
 			{name: "groups", groups: []string{"audit", "mailer"}},
-			{name: "transactional batch in groups", batch: true, transactional: true, groups: []string{"", "audit"}},
+			{name: "transactional batch in groups", batch: true, transactional: true, groups: []string{"", "audit"}, full: true},
 		} {
 			m.name, m.shape = shape.String()+" "+m.name, shape
 			if m.groups == nil {
@@ -57,7 +58,14 @@ func modes() []mode {
 
 // over runs a promise's test in every mode, each on a database of its own.
 func over(t *testing.T, test func(t *testing.T, s *system)) {
+	overThose(t, func(mode) bool { return true }, test)
+}
+
+func overThose(t *testing.T, in func(mode) bool, test func(t *testing.T, s *system)) {
 	for _, m := range modes() {
+		if !in(m) || testing.Short() && m.full {
+			continue
+		}
 		t.Run(m.name, func(t *testing.T) {
 			t.Parallel()
 			test(t, newSystem(t, m))

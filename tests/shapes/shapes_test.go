@@ -318,10 +318,7 @@ func TestEveryShapeBringsBackWhatAKilledProcessHeld(t *testing.T) {
 func TestEveryTransactionalModeHasItsEffectsExactlyOnce(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "P17", "FT1")
-	over(t, func(t *testing.T, s *system) {
-		if !s.transactional {
-			return // its handlers have no transaction
-		}
+	overThose(t, func(m mode) bool { return m.transactional }, func(t *testing.T, s *system) {
 		const n = 12
 		s.register(t)
 		s.publish(t, n)
@@ -374,10 +371,7 @@ func TestEveryTransactionalModeHasItsEffectsExactlyOnce(t *testing.T) {
 func TestMessageThatGotNoTransactionIsParkedTogetherWithItsAck(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "FT10")
-	over(t, func(t *testing.T, s *system) {
-		if !s.transactional || s.batch {
-			return
-		}
+	overThose(t, func(m mode) bool { return m.transactional && !m.batch }, func(t *testing.T, s *system) {
 		s.register(t)
 		proxy := pgtest.NewProxy(t, s.db.DSN)
 		pool := proxy.Pool(t)
