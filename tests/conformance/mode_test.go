@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"os"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 
@@ -30,6 +31,8 @@ type mode struct {
 	features tests.Features
 	restarts bool // the suite restarts the server
 }
+
+var reconnecting sync.Mutex
 
 // pubSub makes publishers and subscribers on the one pool of a mode under test.
 type pubSub struct {
@@ -58,6 +61,10 @@ func (m mode) run(t *testing.T) {
 	}
 	started := server.PostmasterStartTime(t)
 	m.features.ConsumerGroups = true
+	// Only one mode restarts at a time: TestReconnect also compares a list that it may not have finished, and the more work
+	// there is beside it the later it does. The leaf tests that are parallel begin when run has returned.
+	reconnecting.Lock()
+	defer reconnecting.Unlock()
 	tests.TestPubSub(t, m.features, p.construct, p.constructInGroup)
 	// TestReconnect has ended: of all leaf tests only it is not parallel.
 	if p.reconnects.Load() {
