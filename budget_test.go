@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -30,35 +31,34 @@ func TestBudgetIsAllConnectionsButOne(t *testing.T) {
 func TestBudgetIsTakenInTurn(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "O6")
-	b := newBudget(2)
-	require.True(t, b.take(nil))
-	turns := make(chan int, 5)
-	for i := range 5 {
-		go func() {
-			if b.take(nil) {
-				turns <- i
-			}
-		}()
-		eventually(t, "the next in the queue", func() bool { return b.waiting.Load() == int32(i+1) })
-		time.Sleep(time.Millisecond) // it has said that it waits, and is about to
-	}
-	for i := range 5 {
-		require.True(t, b.contended())
-		b.give()
-		require.Equal(t, i, await(t, turns))
-	}
-	eventually(t, "nobody to wait", func() bool { return !b.contended() })
-	stop := make(chan struct{})
-	stopped := async(func() error {
-		if b.take(stop) {
-			return fmt.Errorf("taken")
+	synctest.Test(t, func(t *testing.T) {
+		b := newBudget(2)
+		require.True(t, b.take(nil))
+		turns := make(chan int, 5)
+		for i := range 5 {
+			go func() {
+				if b.take(nil) {
+					turns <- i
+				}
+			}()
+			synctest.Wait()
 		}
-		return nil
+		for i := range 5 {
+			require.True(t, b.contended())
+			b.give()
+			require.Equal(t, i, await(t, turns))
+		}
+		synctest.Wait()
+		require.False(t, b.contended())
+		stop := make(chan struct{})
+		taken := make(chan bool, 1)
+		go func() { taken <- b.take(stop) }()
+		synctest.Wait()
+		require.True(t, b.contended())
+		close(stop)
+		require.False(t, await(t, taken))
+		require.False(t, b.contended())
 	})
-	eventually(t, "somebody to wait", b.contended)
-	close(stop)
-	require.NoError(t, await(t, stopped))
-	require.False(t, b.contended())
 }
 
 func TestPoolThatCannotDoOneClaimIsRefusedWithTheNumberItNeeds(t *testing.T) {
