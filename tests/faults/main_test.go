@@ -20,5 +20,6 @@ func TestMain(m *testing.M) {
 	pgtest.RegisterChild("batch", batchChild)
 	pgtest.RegisterChild("close", closeChild)
 	pgtest.RegisterChild("soak", soakChild)
+	pgtest.RegisterChild("poison", poisonChild)
 	pgtest.Main(m)
 }
