@@ -11,11 +11,12 @@
 //
 // # Files
 //
-// They read as a message travels: it is published (publisher.go, tx.go) into a table (route.go, queue.go, migrate.go), for
-// each consumer group of its topic (group.go), a waiting subscription is woken (wake.go; notify.go and listen.go across
-// processes), claims (subscriber.go, subscription.go), delivers (delivery.go) and settles (outcome.go, lane.go, with
-// keeper.go for its lease), until it ends (drain.go). client.go is what all of this shares on one pool, health.go and
-// observer.go are how it is watched. SQL is in package claimshape, messages become columns in package marshaler.
+// They read as a message travels: it is published (publisher.go, tx.go; delay.go where it is due later) into a table
+// (route.go, queue.go, migrate.go), for each consumer group of its topic (group.go), a waiting subscription is woken
+// (wake.go; notify.go and listen.go across processes), claims (subscriber.go, subscription.go), delivers (delivery.go) and
+// settles (outcome.go, lane.go, with keeper.go for its lease; dead.go for what cannot be handled), until it ends (drain.go).
+// client.go is what all of this shares on one pool, health.go and observer.go are how it is watched. SQL is in package
+// claimshape, messages become columns in package marshaler.
 //
 // # Goroutines
 //
