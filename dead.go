@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -130,6 +131,18 @@ func (q *queue) deadLettersTo(ctx context.Context, c *Client, to *queue) (*claim
 	}
 	q.moves[to.name] = move
 	return move, nil
+}
+
+// queues are those that topics are routed to, and those of dead letters.
+func (c *Client) queues() []*queue {
+	all := c.inUse().all()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, q := range c.tables {
+		all = append(all, q)
+	}
+	slices.SortFunc(all, func(a, b *queue) int { return strings.Compare(a.name, b.name) })
+	return all
 }
 
 // tableQueue is the queue of a table that no route leads to.
@@ -261,13 +274,13 @@ func (c *Client) requeue(ctx context.Context, from *queue, topic string, limit i
 		return 0, err
 	}
 	group, origins, err := c.origins(ctx, from, topic)
-	for _, origin := range origins {
-		if err != nil || moved == limit {
+	for _, origin := range origins { // one that has no way back holds no other up
+		if moved == limit || ctx.Err() != nil {
 			break
 		}
-		var n int
-		n, err = c.requeueTo(ctx, from, topic, group, origin, limit-moved)
+		n, originErr := c.requeueTo(ctx, from, topic, group, origin, limit-moved)
 		moved += n
+		err = errors.Join(err, originErr)
 	}
 	return moved, err
 }
@@ -286,6 +299,9 @@ func (c *Client) origins(ctx context.Context, from *queue, topic string) (group 
 
 // requeueTo moves the dead letters of one origin, in slices, and wakes its subscriptions.
 func (c *Client) requeueTo(ctx context.Context, from *queue, topic, group, origin string, limit int) (moved int, err error) {
+	if err := checkTopic(origin); err != nil {
+		return 0, fmt.Errorf("to %.64q: %w", origin, err)
+	}
 	to, err := c.route(origin)
 	if err != nil {
 		return 0, fmt.Errorf("to %q: %w", origin, err)
@@ -303,7 +319,9 @@ func (c *Client) requeueTo(ctx context.Context, from *queue, topic, group, origi
 	defer func() {
 		if moved > 0 || err != nil { // an answer that was lost may have been a move; a needless wake is one claim
 			c.hub.signal(wakeKey{table: to.name, topic: origin}, max(1, moved), wokenByPublish)
-			c.announce(ctx, to, []string{origin})
+			notify, cancel := context.WithTimeout(context.WithoutCancel(ctx), writeTimeout)
+			defer cancel()
+			c.announce(notify, to, []string{origin})
 		}
 	}()
 	for moved < limit {
