@@ -17,5 +17,7 @@ func TestMain(m *testing.M) {
 	pgtest.RegisterChild("worker", workerChild)
 	pgtest.RegisterChild("cycles", cyclesChild)
 	pgtest.RegisterChild("soak", soakChild)
+	pgtest.RegisterChild("killed", killedChild)
+	pgtest.RegisterChild("burying", buryingChild)
 	pgtest.Main(m)
 }
