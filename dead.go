@@ -215,8 +215,8 @@ func encodeMetadata(m map[string]string) string {
 	return string(text)
 }
 
-// Requeue moves up to limit dead letters of a topic back to the topics that they came from, the oldest first, and answers
-// how many. Each goes to the consumer group that it died in; what a poison queue published goes to every group. Their
+// Requeue moves up to limit dead letters of a topic back to the topics that they came from, the oldest of each
+// first, and answers how many. Each goes to the consumer group that it died in; what a poison queue published goes to every group. Their
 // attempts begin again, and what was added to their metadata is taken out. Dead letters that are in work stay, and so do
 // those whose group was removed. Of several consumer groups of the dead-letter topic, the copies of the first that was
 // registered are taken.
@@ -321,5 +321,5 @@ func (c *Client) requeueTo(ctx context.Context, from *queue, topic, group, origi
 	return moved, nil
 }
 
-// requeueSlice is how many dead letters one statement moves.
-const requeueSlice = 1000
+// requeueSlice is how many dead letters one statement moves. Each reads those of the whole topic.
+const requeueSlice = 5000

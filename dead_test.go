@@ -294,7 +294,7 @@ func TestDeadLettersGoToAnotherTableAndSchema(t *testing.T) {
 			t.Parallel()
 			r := newRig(t, withSetup(`CREATE SCHEMA "App-1"`))
 			client := r.open(t, Config{PollInterval: time.Hour, Routes: c.routes})
-			out := r.subscribe(t, "orders", SubscriberConfig{MaxAttempts: 1, DeadLetter: c.to})
+			out := r.subscribe(t, "orders", SubscriberConfig{MaxAttempts: 1, DeadLetter: c.to, Concurrency: 1})
 			require.NoError(t, r.publisher(t).Publish("orders", text("a"), text("b")))
 			for range 2 {
 				require.True(t, await(t, out).Nack())
