@@ -6,16 +6,18 @@
 //	sub, err := pgmill.NewSubscriber(pool, pgmill.SubscriberConfig{}, logger)
 //
 // Messages are rows of one table, created on first use. A subscription claims due rows, delivers them, and settles each
-// with what its handler says: Ack deletes the row, Nack brings it back after a backoff. An idle subscription sleeps until
+// with what its handler says: Ack deletes the row, Nack brings it back after a backoff, and an Outcome says more: later, not
+// at all, or to the dead letters. An idle subscription sleeps until
 // a publish of the process, a delay that is over, or its poll interval wakes it. Delivery is at least once.
 //
 // # Files
 //
 // They read as a message travels: it is published (publisher.go, tx.go) into a table (route.go, queue.go, migrate.go), a
 // waiting subscription is woken (wake.go; notify.go and listen.go across processes), claims (subscriber.go,
-// subscription.go), delivers (delivery.go) and settles (outcome.go, lane.go, with keeper.go for its lease), until it ends
-// (drain.go). client.go is what all of this shares on one pool, health.go and observer.go are how it is watched. SQL is in package claimshape, messages become columns in
-// package marshaler.
+// subscription.go), delivers (delivery.go) and settles (outcome.go, dead.go for dead letters and their way back, delay.go,
+// lane.go, with keeper.go for its lease), until it ends (drain.go). client.go is what all of this shares on one pool,
+// health.go and observer.go are how it is watched. SQL is in package claimshape, messages become columns in package
+// marshaler.
 //
 // # Goroutines
 //
