@@ -1,10 +1,13 @@
 package pgmill
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"time"
 
@@ -142,6 +145,13 @@ func (c *Client) tableQueue(t claimshape.Table) *queue {
 		c.tables[t.String()] = q
 	}
 	return q
+}
+
+// tableQueues are the queues of such tables, in the order of their names.
+func (c *Client) tableQueues() []*queue {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.SortedFunc(maps.Values(c.tables), func(a, b *queue) int { return cmp.Compare(a.name, b.name) })
 }
 
 // decide applies the subscription's rules to what the handler, or the decoder, wants: a retry is delayed by the backoff and

@@ -305,8 +305,12 @@ func TestDeadLettersGoToAnotherTableAndSchema(t *testing.T) {
 			require.Zero(t, r.rows(t))
 			require.EqualValues(t, 2, r.db.QueryInt(t, `SELECT count(*) FROM "App-1"."dead letters" WHERE topic = $1 AND attempt = 1
 				AND metadata->>'topic_poisoned' = 'orders' AND locked_until IS NULL AND due_at <= clock_timestamp()`, c.topic))
+			stats, err := client.Stats(t.Context())
+			require.NoError(t, err)
+			require.True(t, slices.ContainsFunc(stats, func(s TopicStats) bool {
+				return s.Table == `App-1.dead letters` && s.Topic == c.topic && s.Ready == 2
+			}), "%v", stats)
 			var n int
-			var err error
 			if c.routes != nil {
 				n, err = client.Requeue(t.Context(), c.topic, 10)
 			} else {
