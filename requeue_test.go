@@ -90,9 +90,20 @@ func TestRequeueLeavesWhatItMayNotMove(t *testing.T) {
 	} {
 		r.db.Exec(t, "UPDATE public.pgmill_messages SET "+set+" WHERE uuid = $1", uuid)
 	}
-	n, err := client.Requeue(t.Context(), "orders.dead", 10)
+	// What a claim, or another program, has locked is not waited for.
+	tx, err := r.db.Conn(t).Begin(t.Context())
 	require.NoError(t, err)
-	require.Equal(t, 2, n)
+	_, err = tx.Exec(t.Context(), "SELECT FROM public.pgmill_messages WHERE uuid = '5' FOR UPDATE")
+	require.NoError(t, err)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+	defer cancel()
+	n, err := client.Requeue(ctx, "orders.dead", 10)
+	require.NoError(t, err)
+	require.Equal(t, 1, n)
+	require.NoError(t, tx.Rollback(t.Context()))
+	n, err = client.Requeue(t.Context(), "orders.dead", 10)
+	require.NoError(t, err)
+	require.Equal(t, 1, n)
 	require.EqualValues(t, 2, r.db.QueryInt(t, "SELECT count(*) FROM public.pgmill_messages WHERE topic = 'orders' AND uuid IN ('4', '5')"))
 	require.EqualValues(t, 4, r.in(t, "orders.dead"))
 
