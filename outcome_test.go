@@ -146,6 +146,9 @@ func TestOutcomesAreErrorsWrappedOrNot(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "O12")
 	cause := errors.New("no stock")
+	r := newRig(t)
+	r.open(t, Config{PollInterval: time.Hour})
+	pub := r.publisher(t)
 	for name, test := range map[string]struct {
 		err     error
 		outcome string
@@ -165,13 +168,10 @@ func TestOutcomesAreErrorsWrappedOrNot(t *testing.T) {
 		"none":                  {Outcome{}, "acked", "", 0},
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			r := newRig(t)
-			r.open(t, Config{PollInterval: time.Hour})
-			out := r.subscribe(t, "orders", SubscriberConfig{
-				MaxAttempts: 5, DeadLetter: Topic("orders.dead"), Backoff: func(int) time.Duration { return 10 * time.Minute },
+			out := r.subscribe(t, name, SubscriberConfig{
+				MaxAttempts: 5, DeadLetter: Topic("dead"), Backoff: func(int) time.Duration { return 10 * time.Minute },
 			})
-			require.NoError(t, r.publisher(t).Publish("orders", text("a")))
+			require.NoError(t, pub.Publish(name, text("a")))
 			msg := await(t, out)
 			produced, err := Outcomes(returning(test.err))(msg)
 			require.NoError(t, err, "success outward")
@@ -185,8 +185,8 @@ func TestOutcomesAreErrorsWrappedOrNot(t *testing.T) {
 				require.EqualError(t, e.Err, test.says)
 			}
 			if test.delay > 0 {
-				require.EqualValues(t, 1, r.db.QueryInt(t, `SELECT count(*) FROM public.pgmill_messages WHERE locked_until IS NULL AND attempt = 2
-					AND due_at BETWEEN clock_timestamp() + $1 * interval '1 s' - interval '30 s' AND clock_timestamp() + $1 * interval '1 s'`, int(test.delay.Seconds())))
+				require.EqualValues(t, 1, r.db.QueryInt(t, `SELECT count(*) FROM public.pgmill_messages WHERE topic = $2 AND locked_until IS NULL AND attempt = 2
+					AND due_at BETWEEN clock_timestamp() + $1 * interval '1 s' - interval '30 s' AND clock_timestamp() + $1 * interval '1 s'`, int(test.delay.Seconds()), name))
 			}
 		})
 	}
@@ -212,6 +212,9 @@ func TestOutcomeThatIsSetWinsOverTheAnswer(t *testing.T) {
 		}
 	}
 	hour := RetryAfter(time.Hour)
+	r := newRig(t)
+	r.open(t, Config{PollInterval: time.Hour})
+	pub := r.publisher(t)
 	for name, test := range map[string]struct {
 		handle  func(*message.Message)
 		outcome string
@@ -267,14 +270,11 @@ func TestOutcomeThatIsSetWinsOverTheAnswer(t *testing.T) {
 		}, "discarded"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			r := newRig(t)
-			r.open(t, Config{PollInterval: time.Hour})
-			out := r.subscribe(t, "orders", SubscriberConfig{Backoff: func(int) time.Duration { return time.Hour }})
-			require.NoError(t, r.publisher(t).Publish("orders", text("a")))
+			out := r.subscribe(t, name, SubscriberConfig{Backoff: func(int) time.Duration { return time.Hour }})
+			require.NoError(t, pub.Publish(name, text("a")))
 			test.handle(await(t, out))
 			require.Equal(t, test.outcome, await(t, r.settled).Outcome)
-			require.Equal(t, test.outcome == "retried", r.rows(t) == 1)
+			require.Equal(t, test.outcome == "retried", r.in(t, name) == 1)
 		})
 	}
 }
