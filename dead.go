@@ -1,10 +1,12 @@
 package pgmill
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -133,18 +135,6 @@ func (q *queue) deadLettersTo(ctx context.Context, c *Client, to *queue) (*claim
 	return move, nil
 }
 
-// queues are those that topics are routed to, and those of dead letters.
-func (c *Client) queues() []*queue {
-	all := c.inUse().all()
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for _, q := range c.tables {
-		all = append(all, q)
-	}
-	slices.SortFunc(all, func(a, b *queue) int { return strings.Compare(a.name, b.name) })
-	return all
-}
-
 // tableQueue is the queue of a table that no route leads to.
 func (c *Client) tableQueue(t claimshape.Table) *queue {
 	c.mu.Lock()
@@ -155,6 +145,13 @@ func (c *Client) tableQueue(t claimshape.Table) *queue {
 		c.tables[t.String()] = q
 	}
 	return q
+}
+
+// tableQueues are the queues of such tables, in the order of their names.
+func (c *Client) tableQueues() []*queue {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.SortedFunc(maps.Values(c.tables), func(a, b *queue) int { return cmp.Compare(a.name, b.name) })
 }
 
 // decide applies the subscription's rules to what the handler, or the decoder, wants: a retry is delayed by the backoff and
@@ -228,8 +225,8 @@ func encodeMetadata(m map[string]string) string {
 	return string(text)
 }
 
-// Requeue moves up to limit dead letters of a topic back to the topics that they came from, the oldest first, and answers
-// how many. Each goes to the consumer group that it died in; what a poison queue published goes to every group. Their
+// Requeue moves up to limit dead letters of a topic back to the topics that they came from, the oldest of each
+// first, and answers how many. Each goes to the consumer group that it died in; what a poison queue published goes to every group. Their
 // attempts begin again, and what was added to their metadata is taken out. Dead letters that are in work stay, and so do
 // those whose group was removed. Of several consumer groups of the dead-letter topic, the copies of the first that was
 // registered are taken.
@@ -339,5 +336,5 @@ func (c *Client) requeueTo(ctx context.Context, from *queue, topic, group, origi
 	return moved, nil
 }
 
-// requeueSlice is how many dead letters one statement moves.
-const requeueSlice = 1000
+// requeueSlice is how many dead letters one statement moves. Each reads those of the whole topic.
+const requeueSlice = 5000

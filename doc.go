@@ -6,7 +6,8 @@
 //	sub, err := pgmill.NewSubscriber(pool, pgmill.SubscriberConfig{}, logger)
 //
 // Messages are rows of one table, created on first use. A subscription claims due rows, delivers them, and settles each
-// with what its handler says: Ack deletes the row, Nack brings it back after a backoff. An idle subscription sleeps until
+// with what its handler says: Ack deletes the row, Nack brings it back after a backoff, and an Outcome says more: later, not
+// at all, or to the dead letters. An idle subscription sleeps until
 // a publish of the process, a delay that is over, or its poll interval wakes it. Delivery is at least once.
 //
 // # Files

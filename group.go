@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -170,12 +171,12 @@ type TopicStats struct {
 	OldestReady time.Duration
 }
 
-// Stats counts the messages of every topic and consumer group in the client's tables, registered groups that have none
-// included. It reads the tables whole: ask for it every minute or so, not with every request.
+// Stats counts the messages of every topic and consumer group in the client's tables, those of its dead letters and
+// registered groups that have none included. It reads the tables whole: ask for it every minute or so, not with every request.
 func (c *Client) Stats(ctx context.Context) ([]TopicStats, error) {
 	var all []TopicStats
 	seen := map[string]bool{}
-	for _, q := range c.queues() {
+	for _, q := range slices.Concat(c.inUse().all(), c.tableQueues()) {
 		if seen[q.name] {
 			continue
 		}

@@ -739,3 +739,48 @@ func TestGroupsOfTopicsAndTablesAreTheirOwn(t *testing.T) {
 		}
 	}
 }
+
+func TestAdopterThatIsRemovedHandsOn(t *testing.T) {
+	t.Parallel()
+	r := newRig(t)
+	c := r.open(t, Config{PollInterval: 20 * time.Millisecond})
+	r.initialize(t, "orders", "audit")
+	second := r.join(t, "orders", "billing")
+	require.NoError(t, c.RemoveGroup(t.Context(), "orders", "audit"))
+	r.db.Exec(t, "INSERT INTO public.pgmill_messages (topic, uuid) VALUES ('orders', 'raw')")
+	select {
+	case msg := <-second:
+		msg.Ack()
+		return
+	case <-time.After(2 * time.Second):
+	}
+	again := r.join(t, "orders", "billing")
+	select {
+	case msg := <-again:
+		msg.Ack()
+	case <-time.After(2 * time.Second):
+		require.Fail(t, "the row is nobody's")
+	}
+}
+
+func TestBacklogIsTheFirstGroupsThoughTheUnnamedOneJoins(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "O17")
+	r := newRig(t)
+	r.open(t, Config{PollInterval: 50 * time.Millisecond})
+	var msgs []*message.Message
+	for i := range 3000 {
+		msgs = append(msgs, text(fmt.Sprint(i)))
+	}
+	require.NoError(t, r.publisher(t).Publish("orders", msgs...))
+	first := r.join(t, "orders", "audit")
+	held := await(t, first) // its adoption goes on with its next claim
+	unnamed := r.join(t, "orders", "")
+	select {
+	case msg := <-unnamed:
+		held.Ack()
+		require.Fail(t, "published before any group was there", msg.UUID)
+	case <-time.After(time.Second):
+		held.Ack()
+	}
+}
