@@ -1,10 +1,13 @@
 package pgmill
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"time"
 
@@ -144,6 +147,13 @@ func (c *Client) tableQueue(t claimshape.Table) *queue {
 	return q
 }
 
+// tableQueues are the queues of such tables, in the order of their names.
+func (c *Client) tableQueues() []*queue {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.SortedFunc(maps.Values(c.tables), func(a, b *queue) int { return cmp.Compare(a.name, b.name) })
+}
+
 // decide applies the subscription's rules to what the handler, or the decoder, wants: a retry is delayed by the backoff and
 // ends at MaxAttempts; a dead letter needs a place.
 func (s *subscription) decide(d *delivery, o Outcome) Outcome {
@@ -215,8 +225,8 @@ func encodeMetadata(m map[string]string) string {
 	return string(text)
 }
 
-// Requeue moves up to limit dead letters of a topic back to the topics that they came from, the oldest first, and answers
-// how many. Each goes to the consumer group that it died in; what a poison queue published goes to every group. Their
+// Requeue moves up to limit dead letters of a topic back to the topics that they came from, the oldest of each
+// first, and answers how many. Each goes to the consumer group that it died in; what a poison queue published goes to every group. Their
 // attempts begin again, and what was added to their metadata is taken out. Dead letters that are in work stay, and so do
 // those whose group was removed. Of several consumer groups of the dead-letter topic, the copies of the first that was
 // registered are taken.
@@ -261,13 +271,13 @@ func (c *Client) requeue(ctx context.Context, from *queue, topic string, limit i
 		return 0, err
 	}
 	group, origins, err := c.origins(ctx, from, topic)
-	for _, origin := range origins {
-		if err != nil || moved == limit {
+	for _, origin := range origins { // one that has no way back holds no other up
+		if moved == limit || ctx.Err() != nil {
 			break
 		}
-		var n int
-		n, err = c.requeueTo(ctx, from, topic, group, origin, limit-moved)
+		n, originErr := c.requeueTo(ctx, from, topic, group, origin, limit-moved)
 		moved += n
+		err = errors.Join(err, originErr)
 	}
 	return moved, err
 }
@@ -286,6 +296,9 @@ func (c *Client) origins(ctx context.Context, from *queue, topic string) (group 
 
 // requeueTo moves the dead letters of one origin, in slices, and wakes its subscriptions.
 func (c *Client) requeueTo(ctx context.Context, from *queue, topic, group, origin string, limit int) (moved int, err error) {
+	if err := checkTopic(origin); err != nil {
+		return 0, fmt.Errorf("to %.64q: %w", origin, err)
+	}
 	to, err := c.route(origin)
 	if err != nil {
 		return 0, fmt.Errorf("to %q: %w", origin, err)
@@ -303,7 +316,9 @@ func (c *Client) requeueTo(ctx context.Context, from *queue, topic, group, origi
 	defer func() {
 		if moved > 0 || err != nil { // an answer that was lost may have been a move; a needless wake is one claim
 			c.hub.signal(wakeKey{table: to.name, topic: origin}, max(1, moved), wokenByPublish)
-			c.announce(ctx, to, []string{origin})
+			notify, cancel := context.WithTimeout(context.WithoutCancel(ctx), writeTimeout)
+			defer cancel()
+			c.announce(notify, to, []string{origin})
 		}
 	}()
 	for moved < limit {
@@ -321,5 +336,5 @@ func (c *Client) requeueTo(ctx context.Context, from *queue, topic, group, origi
 	return moved, nil
 }
 
-// requeueSlice is how many dead letters one statement moves.
-const requeueSlice = 1000
+// requeueSlice is how many dead letters one statement moves. Each reads those of the whole topic.
+const requeueSlice = 5000

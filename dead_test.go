@@ -120,6 +120,9 @@ func TestMessageIsDeliveredForEverWithoutMaxAttempts(t *testing.T) {
 func TestCapIsReadOnlyWhereTheMessageWouldComeAgain(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "O10")
+	r := newRig(t)
+	r.open(t, Config{PollInterval: time.Hour})
+	pub := r.publisher(t)
 	for name, test := range map[string]struct {
 		max     int
 		end     func(msg *message.Message)
@@ -139,17 +142,14 @@ func TestCapIsReadOnlyWhereTheMessageWouldComeAgain(t *testing.T) {
 		"retry after below the cap": {2, func(msg *message.Message) { SetOutcome(msg.Context(), RetryAfter(time.Hour)); msg.Ack() }, "retried", ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			r := newRig(t)
-			r.open(t, Config{PollInterval: time.Hour})
-			out := r.subscribe(t, "orders", SubscriberConfig{MaxAttempts: test.max, DeadLetter: Topic("orders.dead")})
-			require.NoError(t, r.publisher(t).Publish("orders", text("a")))
+			out := r.subscribe(t, name, SubscriberConfig{MaxAttempts: test.max, DeadLetter: Topic(name + ".dead")})
+			require.NoError(t, pub.Publish(name, text("a")))
 			test.end(await(t, out))
 			e := await(t, r.settled)
 			require.Equal(t, test.outcome, e.Outcome)
 			require.Equal(t, test.reason, e.Reason)
-			require.Equal(t, test.outcome == "deadLettered", r.in(t, "orders.dead") == 1)
-			require.Equal(t, test.outcome == "retried", r.in(t, "orders") == 1)
+			require.Equal(t, test.outcome == "deadLettered", r.in(t, name+".dead") == 1)
+			require.Equal(t, test.outcome == "retried", r.in(t, name) == 1)
 		})
 	}
 }
@@ -183,16 +183,16 @@ func TestErrorOfTheHandlerIsTheReasonUnderOutcomes(t *testing.T) {
 
 func TestReasonsAreMendedAndCut(t *testing.T) {
 	t.Parallel()
+	r := newRig(t)
+	r.open(t, Config{PollInterval: time.Hour})
+	pub := r.publisher(t)
 	for name, reason := range map[string]string{
 		"NUL": "a\x00b", "bad UTF-8": "a\xffb", "quotes": `a"\b`, "empty": "", "1 MB": strings.Repeat("é", 1<<19), "a cut rune": "a" + strings.Repeat("é", maxReason),
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			r := newRig(t)
-			r.open(t, Config{PollInterval: time.Hour})
-			out := r.subscribe(t, "orders", SubscriberConfig{MaxAttempts: 2, DeadLetter: Topic("orders.dead")})
-			dead := r.subscribe(t, "orders.dead", SubscriberConfig{})
-			require.NoError(t, r.publisher(t).Publish("orders", text("a")))
+			out := r.subscribe(t, name, SubscriberConfig{MaxAttempts: 2, DeadLetter: Topic(name + ".dead")})
+			dead := r.subscribe(t, name+".dead", SubscriberConfig{})
+			require.NoError(t, pub.Publish(name, text("a")))
 			msg := await(t, out)
 			require.True(t, SetOutcome(msg.Context(), DeadLetter(reason)))
 			require.True(t, msg.Ack())
@@ -266,8 +266,13 @@ func TestUndecodableRowIsADeadLetterByDefault(t *testing.T) {
 			})
 			await(t, messages).Ack()
 			await(t, messages).Ack()
-			e := awaitOutcome(t, r, c.outcome)
-			require.EqualValues(t, 2, e.Delivery.ID)
+			ends := map[int64]SettleEvent{}
+			for range 3 {
+				e := await(t, r.settled)
+				ends[e.Delivery.ID] = e
+			}
+			e := ends[2]
+			require.Equal(t, c.outcome, e.Outcome)
 			if c.outcome == "deadLettered" {
 				require.Contains(t, e.Reason, `metadata "key": want a string`)
 				require.EqualValues(t, 1, r.in(t, "orders.dead"))
@@ -294,7 +299,7 @@ func TestDeadLettersGoToAnotherTableAndSchema(t *testing.T) {
 			t.Parallel()
 			r := newRig(t, withSetup(`CREATE SCHEMA "App-1"`))
 			client := r.open(t, Config{PollInterval: time.Hour, Routes: c.routes})
-			out := r.subscribe(t, "orders", SubscriberConfig{MaxAttempts: 1, DeadLetter: c.to})
+			out := r.subscribe(t, "orders", SubscriberConfig{MaxAttempts: 1, DeadLetter: c.to, Concurrency: 1})
 			require.NoError(t, r.publisher(t).Publish("orders", text("a"), text("b")))
 			for range 2 {
 				require.True(t, await(t, out).Nack())
@@ -305,8 +310,12 @@ func TestDeadLettersGoToAnotherTableAndSchema(t *testing.T) {
 			require.Zero(t, r.rows(t))
 			require.EqualValues(t, 2, r.db.QueryInt(t, `SELECT count(*) FROM "App-1"."dead letters" WHERE topic = $1 AND attempt = 1
 				AND metadata->>'topic_poisoned' = 'orders' AND locked_until IS NULL AND due_at <= clock_timestamp()`, c.topic))
+			stats, err := client.Stats(t.Context())
+			require.NoError(t, err)
+			require.True(t, slices.ContainsFunc(stats, func(s TopicStats) bool {
+				return s.Table == `App-1.dead letters` && s.Topic == c.topic && s.Ready == 2
+			}), "%v", stats)
 			var n int
-			var err error
 			if c.routes != nil {
 				n, err = client.Requeue(t.Context(), c.topic, 10)
 			} else {
@@ -456,25 +465,29 @@ func TestLostLeasesCountAndReleasesDoNot(t *testing.T) {
 func TestAttemptsAtTheEndOfTheCounter(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "O10")
+	r := newRig(t)
+	r.open(t, Config{PollInterval: time.Hour})
+	pub := r.publisher(t)
 	for name, c := range map[string]SubscriberConfig{
 		"no cap":  {},
 		"cap":     {MaxAttempts: 3, DeadLetter: Topic("orders.dead")},
 		"max cap": {MaxAttempts: math.MaxInt, DeadLetter: Topic("orders.dead")},
 	} {
 		for _, delay := range []time.Duration{math.MinInt64, math.MaxInt64, 0} {
-			t.Run(fmt.Sprint(name, delay), func(t *testing.T) {
-				t.Parallel()
-				r := newRig(t)
-				r.open(t, Config{PollInterval: time.Hour})
-				require.NoError(t, r.publisher(t).Publish("orders", text("worn"), text("new")))
-				r.db.Exec(t, "UPDATE public.pgmill_messages SET attempt = 9223372036854775807 WHERE uuid = 'worn'")
+			topic := fmt.Sprint(name, delay)
+			t.Run(topic, func(t *testing.T) {
+				for len(r.settled) > 0 { // what the subscription before this one gave back
+					<-r.settled
+				}
+				require.NoError(t, pub.Publish(topic, text("worn"), text("new")))
+				r.db.Exec(t, "UPDATE public.pgmill_messages SET attempt = 9223372036854775807 WHERE uuid = 'worn' AND topic = $1", topic)
 				c.Backoff = func(int) time.Duration { return delay }
-				out := r.subscribe(t, "orders", c)
+				out := r.subscribe(t, topic, c)
 				worn, outcome := await(t, out), "retried"
 				if c.MaxAttempts == 3 {
 					require.Equal(t, "new", worn.UUID, "the other is no delivery")
 					require.True(t, worn.Ack())
-					awaitOutcome(t, r, "deadLettered")
+					require.ElementsMatch(t, []string{"acked", "deadLettered"}, []string{await(t, r.settled).Outcome, await(t, r.settled).Outcome})
 					return
 				}
 				require.EqualValues(t, math.MaxInt64, deliveryOf(t, worn).Attempt)
@@ -484,7 +497,10 @@ func TestAttemptsAtTheEndOfTheCounter(t *testing.T) {
 				require.True(t, worn.Nack())
 				e := await(t, r.settled)
 				require.Equal(t, outcome, e.Outcome)
-				require.Equal(t, "new", await(t, out).UUID)
+				last := await(t, out)
+				require.Equal(t, "new", last.UUID)
+				require.True(t, last.Ack())
+				awaitOutcome(t, r, "acked")
 			})
 		}
 	}
@@ -501,7 +517,7 @@ func TestDeadLetterThatIsRefusedStaysAndHoldsNobodyUp(t *testing.T) {
 		"the uuid is there": {
 			"CREATE UNIQUE INDEX once ON app.dead (uuid); INSERT INTO app.dead (topic, uuid) VALUES ('orders', 'bad')", "DROP INDEX app.once", "once",
 		},
-		"no privilege": {
+		"a trigger objects": {
 			"CREATE FUNCTION app.refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'not here'; END $$; " +
 				"CREATE TRIGGER refuse BEFORE INSERT ON app.dead FOR EACH ROW EXECUTE FUNCTION app.refuse()",
 			"DROP TRIGGER refuse ON app.dead", "not here",
@@ -672,5 +688,28 @@ func TestMessageCanDieAgainAfterARequeue(t *testing.T) {
 		n, err := client.Requeue(context.Background(), "orders.dead", 10)
 		require.NoError(t, err)
 		require.Equal(t, 1, n)
+	}
+}
+
+func TestClaimThatIsLateBuriesNothingUnseen(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FC10")
+	r := newRig(t)
+	r.open(t, Config{PollInterval: 30 * time.Millisecond, Table: claimshape.Table{Lease: claimshape.MinLease}})
+	out := r.subscribe(t, "orders", SubscriberConfig{MaxAttempts: 1, DeadLetter: Topic("dead")})
+	tx, err := r.db.Pool(t).Begin(t.Context())
+	require.NoError(t, err)
+	_, err = tx.Exec(t.Context(), "LOCK TABLE public.pgmill_messages IN ACCESS EXCLUSIVE MODE")
+	require.NoError(t, err)
+	_, err = tx.Exec(t.Context(), "INSERT INTO public.pgmill_messages (topic, uuid) VALUES ('orders', 'a')")
+	require.NoError(t, err)
+	time.Sleep(700 * time.Millisecond)
+	require.NoError(t, tx.Commit(t.Context()))
+	require.True(t, await(t, out).Ack())
+	for e := range r.settled {
+		if e.Outcome != "released" {
+			require.Equal(t, "acked", e.Outcome, e.Reason)
+			break
+		}
 	}
 }

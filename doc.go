@@ -6,17 +6,19 @@
 //	sub, err := pgmill.NewSubscriber(pool, pgmill.SubscriberConfig{}, logger)
 //
 // Messages are rows of one table, created on first use. A subscription claims due rows, delivers them, and settles each
-// with what its handler says: Ack deletes the row, Nack brings it back after a backoff. An idle subscription sleeps until
+// with what its handler says: Ack deletes the row, Nack brings it back after a backoff, and an Outcome says more: later, not
+// at all, or to the dead letters. An idle subscription sleeps until
 // a publish of the process, a delay that is over, or its poll interval wakes it. Delivery is at least once.
 //
 // # Files
 //
-// They read as a message travels: it is published (publisher.go, tx.go) into a table (route.go, queue.go, migrate.go), for
-// each consumer group of its topic (group.go), a waiting subscription is woken (wake.go; notify.go and listen.go across
-// processes), claims (subscriber.go, subscription.go, within budget.go), delivers (delivery.go, batch.go, in a transaction
-// worktx.go) and settles (outcome.go, lane.go, with keeper.go for its lease; rowhold.go under row locks, leasetx.go for a
-// handler's transaction under a lease), until it ends (drain.go). client.go is what all of this shares on one pool, health.go and
-// observer.go are how it is watched. SQL is in package claimshape, messages become columns in package marshaler.
+// They read as a message travels: it is published (publisher.go, tx.go; delay.go where it is due later) into a table
+// (route.go, queue.go, migrate.go), for each consumer group of its topic (group.go), a waiting subscription is woken
+// (wake.go; notify.go and listen.go across processes), claims (subscriber.go, subscription.go, within budget.go), delivers
+// (delivery.go, batch.go, in a transaction worktx.go) and settles (outcome.go, lane.go, with keeper.go for its lease;
+// rowhold.go under row locks, leasetx.go for a handler's transaction under a lease; dead.go for what cannot be handled), until
+// it ends (drain.go). client.go is what all of this shares on one pool, health.go and observer.go are how it is watched. SQL
+// is in package claimshape, messages become columns in package marshaler.
 //
 // # Goroutines
 //

@@ -29,7 +29,8 @@ var (
 	ErrBatchRolledBack = errors.New("batch rolled back")
 
 	// ErrShutdown is the cause of a message's context when the drain's time was over before the handler was done. The
-	// message has been given back and no attempt was spent.
+	// message is given back and no attempt is spent, unless the database does not answer: then it comes again when its lease
+	// ends.
 	ErrShutdown = errors.New("shutting down")
 
 	// ErrNoRoute is returned for a topic that none of Config.Routes has.

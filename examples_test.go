@@ -5,7 +5,6 @@ import (
 
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/ThreeDotsLabs/watermill/message/router/middleware"
-	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/pgmill/pgmill"
 	"github.com/pgmill/pgmill/claimshape"
@@ -13,7 +12,6 @@ import (
 
 var (
 	ctx    = context.Background()
-	pool   *pgxpool.Pool
 	router *message.Router
 )
 

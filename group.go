@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -15,6 +16,9 @@ import (
 
 const (
 	maxGroup = 255 // bytes
+
+	// A group that does not adopt looks each so many poll intervals whether it does: the one that did may have been removed.
+	otherAdopts = 10
 
 	// For this long after a group's registration its subscriptions wait for the transactions that may have published by the
 	// register as it was. Their messages are not the group's, unless it is the first and adopts them.
@@ -62,10 +66,19 @@ func (q *queue) awaitWriters(ctx context.Context, conn *pgx.Conn, left time.Dura
 // adopt gives the first group of a topic the rows that were published before any was registered. It is repeated with the
 // claims that follow a wait, and twice an interval under load: such a row may be in a transaction that is open for long.
 func (s *subscription) adopt(ctx context.Context, conn *pgx.Conn) (more bool, err error) {
-	if !s.adopts || !s.waited && time.Since(s.adopted) < s.config.PollInterval/2 {
+	since := time.Since(s.adopted)
+	switch {
+	case s.group == "":
+		return false, nil
+	case s.adopts:
+		if !s.waited && since < s.config.PollInterval/2 {
+			return false, nil
+		}
+	case since < otherAdopts*s.config.PollInterval: // it may have become the one
 		return false, nil
 	}
-	_, more, err = s.queue.groups.Adopt(ctx, conn, s.topic, s.group)
+	n, more, err := s.queue.groups.Adopt(ctx, conn, s.topic, s.group)
+	s.adopts = s.adopts || n > 0
 	if err == nil && !more {
 		s.adopted, s.waited = time.Now(), false
 	}
@@ -122,7 +135,10 @@ func (c *Client) removeGroup(ctx context.Context, topic, group string) error {
 		if !ended { // ctx.Err may come a moment later than the server's limit, which is cut from it
 			return fmt.Errorf("transactions that may have published to it are open: %w", cmp.Or(ctx.Err(), context.DeadlineExceeded))
 		}
-		return queue.dropRows(ctx, conn, topic, group)
+		if err := queue.dropRows(ctx, conn, topic, group); err != nil {
+			return err
+		}
+		return queue.groups.HandOn(ctx, conn, topic, group)
 	})
 }
 
@@ -155,12 +171,12 @@ type TopicStats struct {
 	OldestReady time.Duration
 }
 
-// Stats counts the messages of every topic and consumer group in the client's tables, registered groups that have none
-// included. It reads the tables whole: ask for it every minute or so, not with every request.
+// Stats counts the messages of every topic and consumer group in the client's tables, those of its dead letters and
+// registered groups that have none included. It reads the tables whole: ask for it every minute or so, not with every request.
 func (c *Client) Stats(ctx context.Context) ([]TopicStats, error) {
 	var all []TopicStats
 	seen := map[string]bool{}
-	for _, q := range c.inUse().all() {
+	for _, q := range slices.Concat(c.inUse().all(), c.tableQueues()) {
 		if seen[q.name] {
 			continue
 		}

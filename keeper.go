@@ -64,7 +64,7 @@ func (l *lane) extendRows(e extensions, limit time.Duration) error {
 		return errNotExtended
 	}
 	var extended map[int64]bool
-	err := l.statementWithin(limit, func(ctx context.Context, conn *pgx.Conn) error {
+	err := l.statementWithin(limit, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
 		extended = make(map[int64]bool, len(e.of))
 		return l.queue.lease.Extend(ctx, conn, e.held, e.to, func(id int64) { extended[id] = true })
 	})

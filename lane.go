@@ -32,6 +32,12 @@ const (
 	laneTimeoutMin = 100 * time.Millisecond
 	statementMin   = 20 * time.Millisecond
 
+	// A statement of many rows has this long at least: it takes milliseconds, and on a busy machine more.
+	batchPatience = 500 * time.Millisecond
+
+	// A table that is not there is waited for this often before one row is looked for that says so.
+	schemaTries = 5
+
 	// A statement that lost against a concurrent one is sent again at once this often before it waits like any other.
 	transientTries = 3
 )
@@ -49,6 +55,7 @@ type lane struct {
 	pending []*settlement
 	paused  time.Time // settle not before
 	failing int
+	loner   time.Time // one that takes long not before
 	extends time.Time // when the keeper is due
 	keeping keeperHealth
 
@@ -71,6 +78,7 @@ type settlement struct {
 	done     bool  // reported
 	lost     error // what it was given up for; it is settled nevertheless
 	unsure   bool  // it was sent and the answer was lost: it may have taken effect
+	slow     bool  // it was in a statement that took too long
 	alone    bool  // its statement took too long: it holds no other up but those that wait for the same connection
 	tries    int   // times it met a locked row
 	after    time.Time
@@ -277,19 +285,9 @@ func (l *lane) take() []*settlement {
 	if now.Before(l.paused) {
 		return nil
 	}
-	var batch []*settlement
-	var dead *claimshape.DeadLetters // one statement moves them to one table
-	l.pending = slices.DeleteFunc(l.pending, func(p *settlement) bool {
-		to := p.deadLetters()
-		if len(batch) == maxSettle || p.alone || now.Before(p.after) || to != nil && dead != nil && to != dead {
-			return false
-		}
-		dead = cmp.Or(dead, to)
-		batch = append(batch, p)
-		return true
-	})
+	batch := l.takeLonerLocked(now)
 	if len(batch) == 0 {
-		batch = l.takeLonerLocked(now)
+		batch = l.takeBatchLocked(now)
 	}
 	slices.SortFunc(batch, func(a, b *settlement) int { return cmp.Compare(a.delivery.row.ID, b.delivery.row.ID) })
 	// A row is there twice if its lease ended while its settlement waited and it was claimed again since: the answer could
@@ -304,11 +302,32 @@ func (l *lane) take() []*settlement {
 	return batch
 }
 
-// takeLonerLocked takes one of those whose statement took too long.
+// takeBatchLocked takes what may go in one statement. Dead letters are not mixed with others, whose way they may be in, and
+// go to one table.
+func (l *lane) takeBatchLocked(now time.Time) (batch []*settlement) {
+	var to *claimshape.DeadLetters
+	l.pending = slices.DeleteFunc(l.pending, func(p *settlement) bool {
+		dead := p.deadLetters()
+		if len(batch) == maxSettle || p.alone || now.Before(p.after) || len(batch) > 0 && dead != to {
+			return false
+		}
+		to = dead
+		batch = append(batch, p)
+		return true
+	})
+	return batch
+}
+
+// takeLonerLocked takes one of those whose statement took too long. Each takes long again, so there is time for the others
+// between them.
 func (l *lane) takeLonerLocked(now time.Time) []*settlement {
+	if now.Before(l.loner) {
+		return nil
+	}
 	for i, p := range l.pending {
 		if p.alone && !now.Before(p.after) {
 			l.pending = slices.Delete(l.pending, i, i+1)
+			l.loner = now.Add(l.timeout())
 			return []*settlement{p}
 		}
 	}
@@ -325,19 +344,23 @@ func (l *lane) send(batch []*settlement) {
 		missing[p.delivery.row.ID] = p
 	}
 	dead := deadLettersOf(batch)
+	tries := transientTries
+	if dead != nil {
+		tries = 1 // the table that it waits for is another one
+	}
 	var settled []*settlement
-	err := l.statement(func(ctx context.Context, conn *pgx.Conn) error {
+	err := l.statementWithin(l.timeout(), tries, func(ctx context.Context, conn *pgx.Conn) error {
 		settled = settled[:0]
+		ctx = claimshape.WithLimit(ctx, l.patience(batch)) // the server's: a commit that waits for a disk has all the time
 		return l.queue.lease.Settle(ctx, conn, l.settlements(batch), dead, func(id int64) {
 			settled = append(settled, missing[id])
 		})
-	})
+	}, func(ctx context.Context, conn *pgx.Conn) { l.announce(ctx, conn, settled) })
 	if err != nil {
 		l.failed(batch, err)
 		return
 	}
 	l.succeeded()
-	l.announce(settled) // before the last of them lets its subscription close, and with it this lane
 	for _, p := range settled {
 		delete(missing, p.delivery.row.ID)
 		l.finish(p, p.outcome.kind.settled(), nil)
@@ -347,23 +370,37 @@ func (l *lane) send(batch []*settlement) {
 	}
 }
 
+// patience is how long a batch's statement may take: one row may be slow, and others wait behind it.
+func (l *lane) patience(batch []*settlement) time.Duration {
+	switch {
+	case batch[0].alone:
+		return max(l.timeout()/3, batchPatience)
+	case batch[0].slow:
+		return batchPatience
+	case len(batch) > 1:
+		return max(l.timeout()/partsOfSlow, batchPatience)
+	}
+	return l.timeout()
+}
+
 // announce notifies other processes of rows that are claimable at once: again, or as dead letters. Delayed ones wake this
-// process when they are due.
-func (l *lane) announce(settled []*settlement) {
+// process when they are due. It goes on the connection of the settlement: to wait for another would cost leases.
+func (l *lane) announce(ctx context.Context, conn *pgx.Conn, settled []*settlement) {
+	for q, topics := range claimableTopics(settled) {
+		if now := l.client.toNotify(q, topics); len(now) > 0 {
+			l.client.notifyFailed(q, now, q.insert.Notify(ctx, conn, now))
+		}
+	}
+}
+
+func claimableTopics(settled []*settlement) map[*queue][]string {
 	topics := map[*queue][]string{}
 	for _, p := range settled {
 		if q, topic := p.claimable(); q != nil && !slices.Contains(topics[q], topic) {
 			topics[q] = append(topics[q], topic)
 		}
 	}
-	if len(topics) == 0 {
-		return
-	}
-	ctx, cancel := context.WithTimeout(l.ctx, l.timeout())
-	defer cancel()
-	for q, topics := range topics {
-		l.client.announce(ctx, q, topics)
-	}
+	return topics
 }
 
 // claimable is where a settled row is to be claimed now, if anywhere.
@@ -432,7 +469,7 @@ func (l *lane) lookAgain(missing map[int64]*settlement) {
 		batch = append(batch, p)
 	}
 	gone := make(map[int64]*settlement, len(missing))
-	var busy, other []*settlement
+	var busy, other, settled, lost []*settlement // settled by our own earlier statement whose answer was lost
 	err := l.statement(func(ctx context.Context, conn *pgx.Conn) error {
 		clear(gone)
 		busy, other = busy[:0], other[:0]
@@ -447,12 +484,25 @@ func (l *lane) lookAgain(missing map[int64]*settlement) {
 				other = append(other, missing[id])
 			}
 		})
+	}, func(ctx context.Context, conn *pgx.Conn) {
+		settled, lost = tell(gone, other)
+		l.announce(ctx, conn, settled)
 	})
 	if err != nil {
 		l.again(batch)
 		return
 	}
-	var settled, lost []*settlement // by our own earlier statement whose answer was lost, or by somebody else's
+	l.busy(busy)
+	for _, p := range settled {
+		l.finish(p, p.outcome.kind.settled(), nil)
+	}
+	for _, p := range lost {
+		l.finish(p, outcomeLost, nil)
+	}
+}
+
+// tell apart rows that our own earlier statement has settled, whose answer was lost, from those that somebody else has.
+func tell(gone map[int64]*settlement, other []*settlement) (settled, lost []*settlement) {
 	for _, p := range gone {
 		if p.unsure {
 			settled = append(settled, p)
@@ -468,14 +518,7 @@ func (l *lane) lookAgain(missing map[int64]*settlement) {
 			lost = append(lost, p)
 		}
 	}
-	l.busy(busy)
-	l.announce(settled)
-	for _, p := range settled {
-		l.finish(p, p.outcome.kind.settled(), nil)
-	}
-	for _, p := range lost {
-		l.finish(p, outcomeLost, nil)
-	}
+	return settled, lost
 }
 
 func (l *lane) held(batch []*settlement) []claimshape.Held {
@@ -497,20 +540,37 @@ func (l *lane) busy(batch []*settlement) {
 	l.again(batch)
 }
 
+// later tries settlements again after a pause that doubles, as others go on.
+func (l *lane) later(batch []*settlement) {
+	for _, p := range batch {
+		p.after = time.Now().Add(lanePause << min(p.tries, 5))
+		p.tries++
+	}
+	l.again(batch)
+}
+
 // again queues settlements once more, as long as their leases last, and for the length of one lease at most: a row whose
 // settlement never passes is not held for ever.
 func (l *lane) again(batch []*settlement) {
 	now := time.Now()
-	var expired []*settlement
+	var expired, stuck []*settlement
 	l.mu.Lock()
 	for _, p := range batch {
-		if now.After(p.delivery.until) || now.After(p.until) {
+		switch {
+		case now.After(p.delivery.until):
 			expired = append(expired, p)
-			continue
+		case !now.After(p.until):
+			l.pending = append(l.pending, p)
+		case p.outcome.kind == outcomeDeadLetter: // the message can stay where it is
+			stuck = append(stuck, p)
+		default:
+			expired = append(expired, p)
 		}
-		l.pending = append(l.pending, p)
 	}
 	l.mu.Unlock()
+	for _, p := range stuck {
+		l.postpone(p, context.DeadlineExceeded)
+	}
 	for _, p := range expired {
 		l.finish(p, outcomeLost, context.DeadlineExceeded)
 	}
@@ -521,13 +581,28 @@ func (l *lane) again(batch []*settlement) {
 // effect, but id and token make that safe.
 func (l *lane) failed(batch []*settlement, err error) {
 	slow := claimshape.TimedOut(err) // one row may wait for what its trigger waits for
+	dead := batch[0].outcome.kind == outcomeDeadLetter
 	switch {
+	case !dead && claimshape.SchemaChanged(err) && batch[0].tries < schemaTries:
+		// The table is away, or a privilege is, perhaps for a moment: if it lasts, a row's trigger may say so.
+		for _, p := range batch {
+			p.tries++
+		}
+	case dead && claimshape.Answered(err) && claimshape.Temporary(err) && !slow: // its table is locked: no reason for others to wait
+		l.later(batch)
+		return
 	case len(batch) > 1 && (slow || blamesRows(err)):
+		for _, p := range batch {
+			p.slow = slow
+		}
 		l.send(batch[:len(batch)/2])
 		l.send(batch[len(batch)/2:])
 		return
-	case blamesRows(err) && batch[0].outcome.kind == outcomeDeadLetter:
+	case blamesRows(err) && dead:
 		l.postpone(batch[0], err)
+		return
+	case claimshape.SchemaChanged(err):
+		l.later(batch)
 		return
 	case blamesRows(err):
 		l.finish(batch[0], outcomeLost, err)
@@ -559,6 +634,7 @@ func (l *lane) postpone(p *settlement, err error) {
 	p.delivery.sub.log.Error("Dead letter could not be stored, the message stays", err,
 		p.delivery.fields().Add(watermill.LogFields{"reason": p.outcome.reason, "dead_letter": p.delivery.sub.dead.String()}))
 	p.outcome = RetryAfter(deadLetterPause).Because(err)
+	p.after, p.alone, p.until = time.Time{}, false, time.Now().Add(l.queue.table.Lease)
 	l.again([]*settlement{p})
 }
 
@@ -592,12 +668,15 @@ func (l *lane) finish(p *settlement, outcome string, err error) {
 
 // statement runs f with the lane's own deadline: neither a message's context nor a subscription's end may cut off a
 // settlement.
-func (l *lane) statement(f func(ctx context.Context, conn *pgx.Conn) error) error {
-	return l.statementWithin(l.timeout(), f)
+func (l *lane) statement(f func(ctx context.Context, conn *pgx.Conn) error, after ...func(ctx context.Context, conn *pgx.Conn)) error {
+	return l.statementWithin(l.timeout(), transientTries, f, after...)
 }
 
-// statementWithin gives f less than the deadline, which is for the connection then.
-func (l *lane) statementWithin(limit time.Duration, f func(ctx context.Context, conn *pgx.Conn) error) error {
+// statementWithin gives f less than the deadline, which is for the connection then. What is to follow f on its connection, once
+// it has succeeded, cannot fail it.
+func (l *lane) statementWithin(
+	limit time.Duration, tries int, f func(ctx context.Context, conn *pgx.Conn) error, after ...func(ctx context.Context, conn *pgx.Conn),
+) error {
 	ctx, cancel := context.WithTimeout(l.ctx, l.timeout())
 	defer cancel()
 	conn, release, err := l.conn(ctx)
@@ -607,7 +686,13 @@ func (l *lane) statementWithin(limit time.Duration, f func(ctx context.Context, 
 	defer release()
 	ctx, cancelStatement := context.WithTimeout(ctx, max(limit, statementMin))
 	defer cancelStatement()
-	return retryTransient(ctx, conn, transientTries, f)
+	err = retryTransient(ctx, conn, tries, f)
+	for _, then := range after {
+		if err == nil {
+			then(ctx, conn)
+		}
+	}
+	return err
 }
 
 // conn is a connection of the pool. Where handlers have all of them and give none back for half of a statement's time, it is

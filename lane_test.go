@@ -756,3 +756,103 @@ func churnLane(t *testing.T, r *laneRig, n int, end time.Time) {
 		cancel()
 	}
 }
+
+func TestLockedDeadLetterTableHoldsNoAckUp(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FT10")
+	r := newRig(t, withSetup("CREATE SCHEMA app"))
+	r.open(t, Config{PollInterval: 100 * time.Millisecond, Table: claimshape.Table{Lease: 3 * time.Second}})
+	out := r.subscribe(t, "orders", SubscriberConfig{
+		MaxAttempts: 5, DeadLetter: IntoTable(claimshape.Table{Schema: "app", Name: "dead"}), Concurrency: 20,
+	})
+	tx, err := r.db.Pool(t).Begin(t.Context())
+	require.NoError(t, err)
+	defer tx.Rollback(context.Background())
+	_, err = tx.Exec(t.Context(), "LOCK TABLE app.dead IN SHARE MODE") // as CREATE INDEX does
+	require.NoError(t, err)
+	msgs := []*message.Message{text("bad")}
+	for i := range 19 {
+		msgs = append(msgs, text(fmt.Sprint(i)))
+	}
+	require.NoError(t, r.publisher(t).Publish("orders", msgs...))
+	for range msgs {
+		msg := await(t, out)
+		if msg.UUID == "bad" {
+			SetOutcome(msg.Context(), DeadLetter("bad"))
+		}
+		require.True(t, msg.Ack())
+	}
+	tally := map[string]int{}
+	for range msgs {
+		tally[await(t, r.settled).Outcome]++
+	}
+	t.Log(tally, r.rows(t))
+	require.Equal(t, 19, tally["acked"])
+}
+
+func TestAnnouncementCostsNoLease(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FT5")
+	r := newRig(t, maxConns(1))
+	r.open(t, Config{PollInterval: time.Hour, Notify: NotifyOnly, Table: claimshape.Table{Lease: 3 * time.Second}})
+	out := r.subscribe(t, "orders", SubscriberConfig{Concurrency: 2, Backoff: NoBackoff})
+	require.NoError(t, r.publisher(t).Publish("orders", text("works"), text("nacked")))
+	works, nacked := await(t, out), await(t, out)
+	conn, err := r.pool.Acquire(t.Context())
+	require.NoError(t, err)
+	defer conn.Release()
+	time.Sleep(850 * time.Millisecond) // the keeper is due at 1s
+	require.True(t, nacked.Nack())
+	select {
+	case <-works.Context().Done():
+		require.Fail(t, "lost", "%v", context.Cause(works.Context()))
+	case <-time.After(6 * time.Second):
+	}
+	conn.Release()
+	works.Ack()
+}
+
+func TestAckOutlivesARename(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FP11")
+	r := newRig(t)
+	r.open(t, Config{PollInterval: time.Hour})
+	out := r.subscribe(t, "orders", SubscriberConfig{})
+	require.NoError(t, r.publisher(t).Publish("orders", text("a")))
+	msg := await(t, out)
+	r.db.Exec(t, "ALTER TABLE public.pgmill_messages RENAME TO away")
+	msg.Ack()
+	time.Sleep(300 * time.Millisecond)
+	r.db.Exec(t, "ALTER TABLE public.away RENAME TO pgmill_messages")
+	e := await(t, r.settled)
+	require.Equal(t, "acked", e.Outcome, e.Err)
+}
+
+func TestSlowRowCostsNoOtherAckAtClose(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FT4")
+	r := newRig(t)
+	r.open(t, Config{PollInterval: time.Hour})
+	sub := r.subscriber(t, SubscriberConfig{Concurrency: 20})
+	out, err := sub.Subscribe(t.Context(), "orders")
+	require.NoError(t, err)
+	r.db.Exec(t, `CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(60); RETURN OLD; END $$;
+		CREATE TRIGGER slow BEFORE DELETE ON public.pgmill_messages FOR EACH ROW WHEN (OLD.uuid = '0') EXECUTE FUNCTION slow()`)
+	var msgs []*message.Message
+	for i := range 20 {
+		msgs = append(msgs, text(fmt.Sprint(i)))
+	}
+	require.NoError(t, r.publisher(t).Publish("orders", msgs...))
+	for i := range msgs {
+		msgs[i] = await(t, out)
+	}
+	for _, m := range msgs {
+		m.Ack()
+	}
+	require.NoError(t, sub.Close())
+	tally := map[string]int{}
+	for range msgs {
+		tally[await(t, r.settled).Outcome]++
+	}
+	require.Equal(t, map[string]int{"acked": 19, "lost": 1}, tally)
+}

@@ -73,15 +73,19 @@ func (c *Client) notifyFailed(q *queue, topics []string, err error) {
 
 // announce notifies of topics: at once, or together with what else comes within Config.NotifyInterval.
 func (c *Client) announce(ctx context.Context, q *queue, topics []string) {
-	var now []string
+	if now := c.toNotify(q, topics); len(now) > 0 {
+		c.notify(ctx, q, now)
+	}
+}
+
+// toNotify are the topics to notify of now; the others are left to the notifier.
+func (c *Client) toNotify(q *queue, topics []string) (now []string) {
 	for _, topic := range topics {
 		if c.notifies(q) && !c.deferred(q, topic) {
 			now = append(now, topic)
 		}
 	}
-	if len(now) > 0 {
-		c.notify(ctx, q, now)
-	}
+	return now
 }
 
 // deferred leaves a topic to the notifier, where there is an interval.

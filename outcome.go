@@ -117,7 +117,7 @@ func Outcomes(h message.HandlerFunc) message.HandlerFunc {
 		returned = true
 		d.failure.Store(&err)
 		var o Outcome
-		if !errors.As(err, &o) {
+		if !errors.As(err, &o) || o.kind == outcomeNone {
 			return produced, err
 		}
 		// What has ended before, as under InstantAck, cannot end otherwise; a Discard then has nothing left to do.

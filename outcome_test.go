@@ -146,6 +146,9 @@ func TestOutcomesAreErrorsWrappedOrNot(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "O12")
 	cause := errors.New("no stock")
+	r := newRig(t)
+	r.open(t, Config{PollInterval: time.Hour})
+	pub := r.publisher(t)
 	for name, test := range map[string]struct {
 		err     error
 		outcome string
@@ -162,16 +165,12 @@ func TestOutcomesAreErrorsWrappedOrNot(t *testing.T) {
 		"with a cause":          {Discard().Because(cause), "discarded", "no stock", 0},
 		"wrapped with a cause":  {fmt.Errorf("order 7: %w", RetryAfter(time.Hour).Because(cause)), "retried", "no stock", time.Hour},
 		"two, the first counts": {fmt.Errorf("%w, %w", RetryAfter(time.Hour), Discard()), "retried", "retry after 1h0m0s, discard", time.Hour},
-		"none":                  {Outcome{}, "acked", "", 0},
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			r := newRig(t)
-			r.open(t, Config{PollInterval: time.Hour})
-			out := r.subscribe(t, "orders", SubscriberConfig{
-				MaxAttempts: 5, DeadLetter: Topic("orders.dead"), Backoff: func(int) time.Duration { return 10 * time.Minute },
+			out := r.subscribe(t, name, SubscriberConfig{
+				MaxAttempts: 5, DeadLetter: Topic("dead"), Backoff: func(int) time.Duration { return 10 * time.Minute },
 			})
-			require.NoError(t, r.publisher(t).Publish("orders", text("a")))
+			require.NoError(t, pub.Publish(name, text("a")))
 			msg := await(t, out)
 			produced, err := Outcomes(returning(test.err))(msg)
 			require.NoError(t, err, "success outward")
@@ -185,8 +184,8 @@ func TestOutcomesAreErrorsWrappedOrNot(t *testing.T) {
 				require.EqualError(t, e.Err, test.says)
 			}
 			if test.delay > 0 {
-				require.EqualValues(t, 1, r.db.QueryInt(t, `SELECT count(*) FROM public.pgmill_messages WHERE locked_until IS NULL AND attempt = 2
-					AND due_at BETWEEN clock_timestamp() + $1 * interval '1 s' - interval '30 s' AND clock_timestamp() + $1 * interval '1 s'`, int(test.delay.Seconds())))
+				require.EqualValues(t, 1, r.db.QueryInt(t, `SELECT count(*) FROM public.pgmill_messages WHERE topic = $2 AND locked_until IS NULL AND attempt = 2
+					AND due_at BETWEEN clock_timestamp() + $1 * interval '1 s' - interval '30 s' AND clock_timestamp() + $1 * interval '1 s'`, int(test.delay.Seconds()), name))
 			}
 		})
 	}
@@ -212,6 +211,9 @@ func TestOutcomeThatIsSetWinsOverTheAnswer(t *testing.T) {
 		}
 	}
 	hour := RetryAfter(time.Hour)
+	r := newRig(t)
+	r.open(t, Config{PollInterval: time.Hour})
+	pub := r.publisher(t)
 	for name, test := range map[string]struct {
 		handle  func(*message.Message)
 		outcome string
@@ -267,14 +269,11 @@ func TestOutcomeThatIsSetWinsOverTheAnswer(t *testing.T) {
 		}, "discarded"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			r := newRig(t)
-			r.open(t, Config{PollInterval: time.Hour})
-			out := r.subscribe(t, "orders", SubscriberConfig{Backoff: func(int) time.Duration { return time.Hour }})
-			require.NoError(t, r.publisher(t).Publish("orders", text("a")))
+			out := r.subscribe(t, name, SubscriberConfig{Backoff: func(int) time.Duration { return time.Hour }})
+			require.NoError(t, pub.Publish(name, text("a")))
 			test.handle(await(t, out))
 			require.Equal(t, test.outcome, await(t, r.settled).Outcome)
-			require.Equal(t, test.outcome == "retried", r.rows(t) == 1)
+			require.Equal(t, test.outcome == "retried", r.in(t, name) == 1)
 		})
 	}
 }
@@ -398,4 +397,23 @@ func TestRepliesAreStoredBeforeAnOutcomeThatIsSet(t *testing.T) {
 	release()
 	require.Equal(t, "retried", await(t, r.settled).Outcome)
 	require.EqualValues(t, 1, r.in(t, "replies"))
+}
+
+func TestZeroOutcomeIsNoAck(t *testing.T) {
+	t.Parallel()
+	r := newRig(t)
+	r.open(t, Config{PollInterval: 50 * time.Millisecond})
+	out := r.subscribe(t, "orders", SubscriberConfig{})
+	require.NoError(t, r.publisher(t).Publish("orders", text("a")))
+	msg := await(t, out)
+	_, err := Outcomes(func(*message.Message) ([]*message.Message, error) {
+		return nil, fmt.Errorf("boom: %w", errors.Join(errors.New("x"), Outcome{}))
+	})(msg)
+	if err == nil {
+		msg.Ack()
+	} else {
+		msg.Nack()
+	}
+	e := await(t, r.settled)
+	require.Equal(t, "retried", e.Outcome)
 }

@@ -90,9 +90,20 @@ func TestRequeueLeavesWhatItMayNotMove(t *testing.T) {
 	} {
 		r.db.Exec(t, "UPDATE public.pgmill_messages SET "+set+" WHERE uuid = $1", uuid)
 	}
-	n, err := client.Requeue(t.Context(), "orders.dead", 10)
+	// What a claim, or another program, has locked is not waited for.
+	tx, err := r.db.Conn(t).Begin(t.Context())
 	require.NoError(t, err)
-	require.Equal(t, 2, n)
+	_, err = tx.Exec(t.Context(), "SELECT FROM public.pgmill_messages WHERE uuid = '5' FOR UPDATE")
+	require.NoError(t, err)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+	defer cancel()
+	n, err := client.Requeue(ctx, "orders.dead", 10)
+	require.NoError(t, err)
+	require.Equal(t, 1, n)
+	require.NoError(t, tx.Rollback(t.Context()))
+	n, err = client.Requeue(t.Context(), "orders.dead", 10)
+	require.NoError(t, err)
+	require.Equal(t, 1, n)
 	require.EqualValues(t, 2, r.db.QueryInt(t, "SELECT count(*) FROM public.pgmill_messages WHERE topic = 'orders' AND uuid IN ('4', '5')"))
 	require.EqualValues(t, 4, r.in(t, "orders.dead"))
 
@@ -204,12 +215,10 @@ func TestRequeueServesSeveralOriginsAndTables(t *testing.T) {
 	for _, topic := range topics {
 		outs[topic] = r.subscribe(t, topic, SubscriberConfig{MaxAttempts: 1, DeadLetter: Topic("dead")})
 		require.NoError(t, r.publisher(t).Publish(topic, text(topic+" 1"), text(topic+" 2")))
-		for range 2 {
+		for range 2 { // one after the other, so that they die in order
 			require.True(t, await(t, outs[topic]).Nack())
+			require.Equal(t, "deadLettered", await(t, r.settled).Outcome)
 		}
-	}
-	for range 6 {
-		require.Equal(t, "deadLettered", await(t, r.settled).Outcome)
 	}
 	require.EqualValues(t, 6, r.db.QueryInt(t, "SELECT count(*) FROM public.dead"))
 	n, err := client.Requeue(t.Context(), "dead", 5)
@@ -219,11 +228,13 @@ func TestRequeueServesSeveralOriginsAndTables(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, 1, n)
 	for _, topic := range topics {
-		for i := range 2 {
+		var uuids []string // in the order in which they died
+		for range 2 {
 			msg := await(t, outs[topic])
-			require.Equal(t, fmt.Sprintf("%s %d", topic, i+1), msg.UUID)
+			uuids = append(uuids, msg.UUID)
 			require.True(t, msg.Ack())
 		}
+		require.ElementsMatch(t, []string{topic + " 1", topic + " 2"}, uuids)
 	}
 }
 
@@ -269,14 +280,14 @@ func TestConcurrentRequeuesMoveEachMessageOnce(t *testing.T) {
 	r := newRig(t)
 	client := r.open(t, Config{PollInterval: time.Hour})
 	r.warm(t)
-	const n = 5000
+	const n = 11_000
 	bury(t, r, "orders", "orders.dead", n)
 	var moved [4]int
 	var calls sync.WaitGroup
 	for i := range moved {
 		calls.Go(func() {
 			for {
-				some, err := client.Requeue(context.Background(), "orders.dead", 700+i*900) // also in several slices
+				some, err := client.Requeue(context.Background(), "orders.dead", 700+i*3500) // also in several slices
 				moved[i] += some
 				if err != nil || some == 0 {
 					return
@@ -290,4 +301,36 @@ func TestConcurrentRequeuesMoveEachMessageOnce(t *testing.T) {
 	require.Equal(t, n, moved[0]+moved[1]+moved[2]+moved[3]+rest)
 	require.EqualValues(t, n, r.db.QueryInt(t, "SELECT count(DISTINCT uuid) FROM public.pgmill_messages WHERE topic = 'orders'"))
 	require.EqualValues(t, n, r.rows(t))
+}
+
+func TestRequeueGoesPastAnOriginWithoutARoute(t *testing.T) {
+	t.Parallel()
+	r := newRig(t)
+	c := r.open(t, Config{PollInterval: time.Hour, Routes: map[string]Route{"orders": {}, "dead": {}}})
+	r.initialize(t, "orders", "")
+	r.db.Exec(t, `INSERT INTO public.pgmill_messages (topic, uuid, metadata) VALUES
+		('dead', 'a', '{"topic_poisoned": "gone"}'), ('dead', 'b', '{"topic_poisoned": "orders"}')`)
+	n, err := c.Requeue(t.Context(), "dead", 10)
+	t.Log(n, err)
+	require.Equal(t, 1, n)
+}
+
+func TestMessageThatDiesTwiceKeepsItsOrigin(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FT10")
+	r := newRig(t)
+	c := r.open(t, Config{PollInterval: 50 * time.Millisecond})
+	out := r.subscribe(t, "orders", SubscriberConfig{MaxAttempts: 1, DeadLetter: Topic("dead")})
+	dead := r.subscribe(t, "dead", SubscriberConfig{MaxAttempts: 1, DeadLetter: Topic("dead.dead")})
+	require.NoError(t, r.publisher(t).Publish("orders", text("a")))
+	await(t, out).Nack()
+	await(t, dead).Nack()
+	awaitOutcome(t, r, "deadLettered")
+	awaitOutcome(t, r, "deadLettered")
+	n, err := c.Requeue(t.Context(), "dead.dead", 1)
+	require.NoError(t, err)
+	require.Equal(t, 1, n)
+	again := await(t, dead)
+	require.Equal(t, "orders", again.Metadata["topic_poisoned"])
+	again.Ack()
 }

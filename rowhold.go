@@ -409,9 +409,23 @@ func (h *rowHold) nextClaim() *claimshape.RowLockClaim {
 	return &next
 }
 
+// announce notifies other processes of rows that are claimable at once, on another connection: this one may be in the
+// transaction of the next claim.
+func (h *rowHold) announce() {
+	topics := claimableTopics(h.decided)
+	if len(topics) == 0 {
+		return
+	}
+	ctx, cancel := context.WithTimeout(h.sub.settling, holdTimeout)
+	defer cancel()
+	for q, all := range topics {
+		h.sub.client.announce(ctx, q, all)
+	}
+}
+
 // settled reports deliveries whose transaction has committed.
 func (h *rowHold) settled() {
-	h.sub.lane.announce(h.decided)
+	h.announce()
 	for _, p := range h.decided {
 		h.sub.afterSettle(p.outcome)
 		if p.lost != nil {

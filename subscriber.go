@@ -250,6 +250,9 @@ func (s *Subscriber) subscribe(ctx context.Context, topic string) (*subscription
 	sub := s.newSubscription(ctx, topic, group, queue)
 	sub.dead = dead
 	sub.adopts = adopts
+	if !adopts {
+		sub.adopted = time.Now()
+	}
 	if !s.add(sub) {
 		return nil, ErrSubscriberClosed
 	}
@@ -285,7 +288,7 @@ func (s *Subscriber) group(topic string) (string, error) {
 	return group, checkGroup(group)
 }
 
-// SubscribeInitialize creates the default table where it is missing and registers the consumer group, so that what is
+// SubscribeInitialize creates the default table where it is missing, and that of the dead letters, and registers the consumer group, so that what is
 // published before the first Subscribe is kept for it. Subscribe does the same.
 func (s *Subscriber) SubscribeInitialize(topic string) error {
 	if err := s.initialize(topic); err != nil {
@@ -311,6 +314,9 @@ func (s *Subscriber) initialize(topic string) error {
 	}
 	ctx := context.Background()
 	if err := queue.ready(ctx, s.client); err != nil {
+		return err
+	}
+	if _, err := s.deadLetters(ctx, topic, queue); err != nil {
 		return err
 	}
 	_, err = queue.register(ctx, s.client, topic, group, s.log)

@@ -153,7 +153,9 @@ func (s *subscription) claimOnce(limit int) (claimshape.Verdict, error) {
 		return s.claimShares(limit)
 	}
 	all, verdict, err := s.claimRows(limit)
-	s.handOver(all)
+	if err == nil {
+		s.handOver(all)
+	}
 	return verdict, err
 }
 
@@ -178,7 +180,9 @@ func (s *subscription) claimShares(limit int) (claimshape.Verdict, error) {
 	for range shares - used { // before the hand-over, which lasts as long as the reader likes
 		budget.give()
 	}
-	s.handOver(all)
+	if err == nil {
+		s.handOver(all)
+	}
 	return verdict, err
 }
 
@@ -206,13 +210,15 @@ func (s *subscription) claimRows(limit int) ([]*delivery, claimshape.Verdict, er
 	start := time.Now()
 	s.sent = start
 	rows, verdict, err := s.claim(ctx, limit)
+	var late []*delivery
 	if took, lease := time.Since(s.sent), s.queue.table.Lease; err == nil && took > lease-lease/expiryMargin {
-		// The rows' leases are over, or nearly so; they return by themselves.
+		// The rows' leases are over, or nearly so: they are given back, with the attempt that the claim has counted.
+		late = s.giveBack(rows)
 		rows, err = nil, fmt.Errorf("claim %q: took %v, the lease is %v", s.topic, took, lease)
 	}
 	s.claimed(ClaimEvent{Topic: s.topic, Group: s.group, Asked: limit, Got: len(rows), Took: time.Since(start), Err: err})
 	if err != nil {
-		return nil, verdict, err
+		return late, verdict, err
 	}
 	s.owed = false
 	if verdict == claimshape.Full {
@@ -233,6 +239,18 @@ func (s *subscription) claimed(e ClaimEvent) {
 		s.log.Info("Claims work again", watermill.LogFields{"failed": failed.Round(time.Millisecond)})
 	}
 	s.client.config.Observer.claimed(e)
+}
+
+// giveBack releases rows that were claimed too late to be delivered.
+func (s *subscription) giveBack(rows []claimshape.Row) []*delivery {
+	if len(rows) == 0 {
+		return nil
+	}
+	all := s.takeIntoWork(rows, s.sent, s.lane)
+	for _, d := range all {
+		d.end(Outcome{kind: outcomeRelease})
+	}
+	return all
 }
 
 // takeIntoWork makes deliveries of the rows and puts them under the keeper. claimed is our clock from before the claim,
@@ -352,7 +370,13 @@ func (s *subscription) undecodable(d *delivery, err error) {
 }
 
 // backoff is the delay of a retry.
-func (s *subscription) backoff(d *delivery) time.Duration {
+func (s *subscription) backoff(d *delivery) (delay time.Duration) {
+	defer func() {
+		if p := recover(); p != nil { // a function of the user's, on a goroutine of ours
+			s.log.Error("Backoff panicked, the default one counts", fmt.Errorf("panic: %v", p), d.fields())
+			delay = defaultBackoff(int(min(d.row.Attempt, 1000)))
+		}
+	}()
 	const maxInt = int(^uint(0) >> 1)
 	return s.config.Backoff(int(min(d.row.Attempt, int64(maxInt))))
 }

@@ -328,10 +328,17 @@ const maxDueTimes = 100_000
 func (t *dueTimes) addAt(at time.Time) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.ended || len(t.times) >= maxDueTimes && !at.Before(t.times[0]) {
+	switch n := len(t.times); {
+	case t.ended:
+		return
+	case n < maxDueTimes:
+		heap.Push(&t.times, at)
+	case at.Before(t.times[n-1]): // a leaf, one of the later ones
+		t.times[n-1] = at
+		heap.Fix(&t.times, n-1)
+	default:
 		return
 	}
-	heap.Push(&t.times, at)
 	if t.times[0].Equal(at) {
 		t.armLocked()
 	}

@@ -533,3 +533,14 @@ func TestDueTimesOutliveTheSubscriptionsOfTheirGroup(t *testing.T) {
 		require.Empty(t, h.kept)
 	})
 }
+
+func TestDueTimesAreBounded(t *testing.T) {
+	t.Parallel()
+	due := dueTimes{fire: func(int) {}}
+	defer due.stop()
+	midnight := time.Now().Add(time.Hour)
+	for i := range 2 * maxDueTimes {
+		due.addAt(midnight.Add(-time.Duration(i)))
+	}
+	require.LessOrEqual(t, len(due.times), maxDueTimes)
+}

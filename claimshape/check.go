@@ -19,7 +19,7 @@ func (s *LeaseStatements) all() []statement {
 }
 
 func (g *Groups) all() []statement {
-	return []statement{g.registered, g.register, g.unregister, g.topicLock, g.writers, g.adopt, g.dropRows, g.stats}
+	return []statement{g.registered, g.register, g.unregister, g.topicLock, g.writers, g.adopter, g.handOn, g.adopt, g.dropRows, g.stats}
 }
 
 func (d *DeadLetters) all() []statement {

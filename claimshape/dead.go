@@ -54,7 +54,8 @@ func (d *DeadLetters) Origins(ctx context.Context, conn *pgx.Conn, topic string)
 	return group, topics, err
 }
 
-// Requeue moves up to limit dead letters of a topic and group back to the topic that they came from, the oldest first. An
+// Requeue moves up to limit dead letters of a topic and group back to the topic that they came from, the oldest
+// first. An
 // error means that none was moved, or that the answer was lost.
 func (d *DeadLetters) Requeue(ctx context.Context, conn *pgx.Conn, topic, group, origin string, limit int) (n int, err error) {
 	err = d.link.transaction(ctx, conn, call{

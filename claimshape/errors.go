@@ -75,6 +75,13 @@ func hasCode(err error, code string) bool {
 	return errors.As(err, &answer) && answer.Code == code
 }
 
+// SchemaChanged says that the server does not find what a statement names, or the role may not use it: something was
+// renamed, dropped or revoked. It may be there again.
+func SchemaChanged(err error) bool {
+	var answer *pgconn.PgError
+	return errors.As(err, &answer) && (answer.Code[:2] == "42" || answer.Code[:2] == "3F")
+}
+
 // MissingTable says that a statement met a table that does not exist.
 func MissingTable(err error) bool { return hasCode(err, "42P01") }
 

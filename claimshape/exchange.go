@@ -80,10 +80,21 @@ func limitsOf(ctx context.Context) *limits {
 		return &limits{lock: maxLockWait.Milliseconds()} // 0 is no limit
 	}
 	left := time.Until(deadline)
+	statement := left - left/answerShare
+	if d, ok := ctx.Value(limitKey{}).(time.Duration); ok {
+		statement = min(statement, d)
+	}
 	return &limits{
 		lock:      max(1, min(left/4, maxLockWait).Milliseconds()),
-		statement: max(1, (left - left/answerShare).Milliseconds()),
+		statement: max(1, statement.Milliseconds()),
 	}
+}
+
+type limitKey struct{}
+
+// WithLimit is a context under which the server ends a statement of ours after d, if it has not ended before.
+func WithLimit(ctx context.Context, d time.Duration) context.Context {
+	return context.WithValue(ctx, limitKey{}, d)
 }
 
 func (l *limits) values() [][]byte {

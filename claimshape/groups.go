@@ -26,7 +26,8 @@ type Groups struct {
 	table Table
 	link  Link
 
-	registered, register, unregister, topicLock, writers, adopt, dropRows, stats statement
+	registered, register, unregister, topicLock, writers statement
+	adopter, adopt, handOn, dropRows, stats              statement
 }
 
 // NewGroups renders the statements of a table.
@@ -39,6 +40,8 @@ func NewGroups(t Table, l Link) *Groups {
 		unregister: newStatement("unregister", "unregister.sql", t),
 		topicLock:  newStatement("topic lock", "topic_lock.sql", t),
 		writers:    newStatement("writers", "writers.sql", t),
+		adopter:    newStatement("adopter", "adopter.sql", t),
+		handOn:     newStatement("hand on", "hand_on.sql", t),
 		adopt:      newStatement("adopt", "adopt.sql", t),
 		dropRows:   newStatement("drop rows", "drop_rows.sql", t),
 		stats:      newStatement("stats", "stats.sql", t),
@@ -59,6 +62,11 @@ func (g *Groups) Register(ctx context.Context, conn *pgx.Conn, topic, group stri
 	if err != nil || found {
 		return r, err
 	}
+	if group == "" {
+		if err := g.adoptAll(ctx, conn, topic); err != nil {
+			return Registration{}, err
+		}
+	}
 	n, err := g.change(ctx, conn, g.register, topic, group)
 	if err != nil {
 		return Registration{}, fmt.Errorf("register: %w", err)
@@ -68,6 +76,30 @@ func (g *Groups) Register(ctx context.Context, conn *pgx.Conn, topic, group stri
 		r.New, r.Age = true, 0
 	}
 	return r, err
+}
+
+// adoptAll ends an adoption that is under way: what was published until now is the adopter's, and not the unnamed group's.
+func (g *Groups) adoptAll(ctx context.Context, conn *pgx.Conn, topic string) error {
+	var adopter string
+	found := false
+	err := g.link.transaction(ctx, conn, call{statement: g.adopter, params: []any{topic}, read: func(r rows, _ bool) error {
+		for r.NextRow() {
+			adopter, found = string(r.Values()[0]), true
+		}
+		return nil
+	}})
+	for more := found; err == nil && more; {
+		_, more, err = g.Adopt(ctx, conn, topic, adopter)
+	}
+	return err
+}
+
+// HandOn makes the oldest group that is left adopt what a removed one did.
+func (g *Groups) HandOn(ctx context.Context, conn *pgx.Conn, topic, removed string) error {
+	if _, err := g.change(ctx, conn, g.handOn, topic, removed); err != nil {
+		return fmt.Errorf("hand on: %w", err)
+	}
+	return nil
 }
 
 // Unregister ends a registration, and answers whether there was one. What is published after it has committed has no row

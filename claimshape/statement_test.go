@@ -33,6 +33,8 @@ func goldenTexts() map[string]string {
 	texts["unregister.sql"] = groups.unregister.sql
 	texts["topic_lock.sql"] = groups.topicLock.sql
 	texts["writers.sql"] = groups.writers.sql
+	texts["adopter.sql"] = groups.adopter.sql
+	texts["hand_on.sql"] = groups.handOn.sql
 	texts["adopt.sql"] = groups.adopt.sql
 	texts["drop_rows.sql"] = groups.dropRows.sql
 	texts["stats.sql"] = groups.stats.sql

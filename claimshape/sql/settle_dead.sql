@@ -1,6 +1,6 @@
 -- Settle with dead letters: as settle.sql, and outcome 3 moves the row into the topic $7 of the table of dead letters, once
 -- for each consumer group there, as a publish does, with the keys $6 added to its metadata. What is no JSON object, or
--- has that key, is kept as a text under the key pgmill_metadata. The move is one statement: the message is in exactly one
+-- has that key or is a dead letter's already, is kept as a text under the key pgmill_metadata. The move is one statement: the message is in exactly one
 -- place.
 -- Index: primary key. Locks: the rows, in id order; a row that somebody else has locked is left out, never waited for.
 WITH held AS MATERIALIZED (
@@ -51,8 +51,10 @@ WITH held AS MATERIALIZED (
 ), parked AS (
   INSERT INTO {{.OtherTable}} (topic, consumer_group, uuid, payload, metadata, ordering_key, {{if .OtherPriority}}{{.OtherPriority}}, {{end}}due_at, created_at)
   SELECT dead.topic, g.consumer_group, dead.uuid, dead.payload,
-         CASE WHEN jsonb_typeof(dead.metadata::jsonb) = 'object' AND NOT dead.metadata::jsonb ? 'pgmill_metadata'
+         CASE WHEN jsonb_typeof(dead.metadata::jsonb) = 'object' AND NOT dead.metadata::jsonb ?| ARRAY['pgmill_metadata', 'pgmill_consumer_group']
               THEN dead.metadata::jsonb
+              WHEN jsonb_typeof(dead.metadata::jsonb) = 'object'
+              THEN dead.metadata::jsonb || jsonb_build_object('pgmill_metadata', dead.metadata::text)
               ELSE jsonb_build_object('pgmill_metadata', dead.metadata::text) END || dead.added::jsonb,
          dead.ordering_key, {{if .OtherPriority}}dead.priority, {{end}}clk.t, clk.t
     FROM dead

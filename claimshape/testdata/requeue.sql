@@ -2,7 +2,8 @@
 -- first: to the consumer group that each died in, or, if it does not say, to every one, as a publish does. One whose
 -- group is not registered any more stays. One that is in work stays too. What dead-lettering added to the metadata is
 -- taken out. Answers the ids it moved.
--- Index: (topic, consumer_group, due_at, id), then the primary key. Locks: the rows, in id order, never waits.
+-- It reads all dead letters of the topic each time, so a call should move many.
+-- Index: (topic, consumer_group, due_at, id), then the primary key. Locks: the rows it takes, never waits.
 WITH clk AS MATERIALIZED (
   SELECT clock_timestamp() AS t
 ), g AS MATERIALIZED (

@@ -8,6 +8,7 @@ import (
 	"runtime"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -249,7 +250,8 @@ func TestMessagesThatAlwaysFailLeaveRoomForOthers(t *testing.T) {
 		d, most = 3*time.Second, 6
 	}
 	db := pgtest.New(t)
-	s := openSystem(t, db, db.Pool(t), pgmill.Config{})
+	var queries queryCount
+	s := openSystem(t, db, db.Pool(t, func(c *pgxpool.Config) { c.ConnConfig.Tracer = &queries }), pgmill.Config{})
 	s.publish(t, "poison", 100)
 	poison, _ := s.subscribe(t, "poison", pgmill.SubscriberConfig{})
 	end := time.Now().Add(d)
@@ -269,7 +271,7 @@ func TestMessagesThatAlwaysFailLeaveRoomForOthers(t *testing.T) {
 		require.True(t, msg.Ack())
 		pause(t.Context(), 50*time.Millisecond)
 	}
-	claims := s.claimsOf("poison")
+	claims, goodClaims, asked := s.claimsOf("poison"), s.claimsOf("good"), queries.n.Load()
 	total := 0
 	deliveries.mu.Lock()
 	for uuid, n := range deliveries.runs {
@@ -281,7 +283,20 @@ func TestMessagesThatAlwaysFailLeaveRoomForOthers(t *testing.T) {
 	require.LessOrEqual(t, total, 100*most)
 	// Each delivery has a claim of its own at worst, and one more when its delay is over; beside them there is the poll.
 	require.LessOrEqual(t, claims, 2*total+int(d/time.Second)+10)
+	// A claim is one query, with a BEGIN and limits around it that go with it; a delivery's settlement is one at worst, and
+	// there are an insert and a settlement for each message of the other topic.
+	require.LessOrEqual(t, int(asked), claims+goodClaims+total+3*int(d/(50*time.Millisecond))+100)
 }
+
+// queryCount is a pool's tracer that counts statements.
+type queryCount struct{ n atomic.Int64 }
+
+func (q *queryCount) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
+	q.n.Add(1)
+	return ctx
+}
+
+func (*queryCount) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
 
 func TestConsumerThatFailsDoesNotKeepMessagesFromAnother(t *testing.T) {
 	t.Parallel()

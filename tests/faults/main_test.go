@@ -20,5 +20,7 @@ func TestMain(m *testing.M) {
 	pgtest.RegisterChild("batch", batchChild)
 	pgtest.RegisterChild("close", closeChild)
 	pgtest.RegisterChild("soak", soakChild)
+	pgtest.RegisterChild("killed", killedChild)
+	pgtest.RegisterChild("burying", buryingChild)
 	pgtest.Main(m)
 }

@@ -254,8 +254,8 @@ func (b *bank) open(t *testing.T) int {
 // strike does what is next, when some more transfers have ended and others are under way.
 func (b *bank) strike(t *testing.T, some int) {
 	t.Helper()
-	before := b.open(t)
-	until(t, "work", func() bool { return b.open(t) <= before-some })
+	left := max(0, b.open(t)-some) // the tellers have begun already
+	until(t, "work", func() bool { return b.open(t) <= left })
 	b.strikes++
 	switch b.strikes % 6 {
 	case 1, 3, 5: // the answer of a COMMIT is lost in every process, and of one more in the next claim
