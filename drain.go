@@ -1,6 +1,8 @@
 package pgmill
 
 import (
+	"iter"
+	"slices"
 	"time"
 
 	"github.com/pgmill/pgmill/claimshape"
@@ -70,19 +72,23 @@ func (s *subscription) cutOff() {
 		left = append(left, d)
 	}
 	s.mu.Unlock()
-	for _, d := range left {
-		d.cutOff()
-	}
+	cutOffAll(slices.Values(left))
 }
 
-// cutOff ends a delivery that is still in work.
-func (d *delivery) cutOff() {
-	// One that was answered is only waiting for its goroutine to run.
-	if d.answered() || !d.decided.CompareAndSwap(false, true) {
-		return
+// cutOffAll ends deliveries that are still in work. All are decided before the first context ends: a function that has the
+// messages of a batch answers all of them then, and its Nacks must not count.
+func cutOffAll(all iter.Seq[*delivery]) {
+	var left []*delivery
+	for d := range all {
+		// One that was answered is only waiting for its goroutine to run.
+		if !d.answered() && d.decided.CompareAndSwap(false, true) {
+			left = append(left, d)
+		}
 	}
-	d.sub.log.Error("Handler did not end within the close timeout, its message is released", ErrShutdown, d.fields())
-	d.cancel(ErrShutdown)
-	d.sub.freeSlot(d)
-	d.holder.settle(d, Outcome{kind: outcomeRelease})
+	for _, d := range left {
+		d.sub.log.Error("Handler did not end within the close timeout, its message is released", ErrShutdown, d.fields())
+		d.cancel(ErrShutdown)
+		d.sub.freeSlot(d)
+		d.holder.settle(d, Outcome{kind: outcomeRelease})
+	}
 }

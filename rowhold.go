@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -213,9 +214,7 @@ func (h *rowHold) release() {
 
 // cutOff gives back what handlers have not answered when the drain's time is over.
 func (h *rowHold) cutOff() {
-	for d := range h.undecided {
-		d.cutOff()
-	}
+	cutOffAll(maps.Keys(h.undecided))
 }
 
 // arm sets the timer to the end of the first MaxHold.
