@@ -378,7 +378,7 @@ func (l *lane) patience(batch []*settlement) time.Duration {
 	case batch[0].slow:
 		return batchPatience
 	case len(batch) > 1:
-		return max(l.timeout()/partsOfSlow, batchPatience)
+		return max(l.timeout()/partsOfSlow/2, batchPatience)
 	}
 	return l.timeout()
 }
