@@ -32,7 +32,7 @@ const (
 	laneTimeoutMin = 100 * time.Millisecond
 	statementMin   = 20 * time.Millisecond
 
-	// A statement of many rows has this long at least: it takes milliseconds, and on a busy machine more.
+	// A settlement's statement has this long at least: it takes milliseconds, and on a busy machine more.
 	batchPatience = 500 * time.Millisecond
 
 	// A table that is not there is waited for this often before one row is looked for that says so.
@@ -370,17 +370,16 @@ func (l *lane) send(batch []*settlement) {
 	}
 }
 
-// patience is how long a batch's statement may take: one row may be slow, and others wait behind it.
+// patience is how long a statement may take: a row may be slow, and others wait behind it. One that is goes alone then, with
+// more time.
 func (l *lane) patience(batch []*settlement) time.Duration {
 	switch {
 	case batch[0].alone:
 		return max(l.timeout()/3, batchPatience)
 	case batch[0].slow:
 		return batchPatience
-	case len(batch) > 1:
-		return max(l.timeout()/partsOfSlow/2, batchPatience)
 	}
-	return l.timeout()
+	return max(l.timeout()/partsOfSlow/2, batchPatience)
 }
 
 // announce notifies other processes of rows that are claimable at once: again, or as dead letters. Delayed ones wake this
