@@ -63,10 +63,9 @@ func TestHandlersThatHoldAllConnectionsForLongerThanALeaseRunOneAtATime(t *testi
 	for _, conns := range []int{1, 2, 4} {
 		t.Run(fmt.Sprint(conns), func(t *testing.T) {
 			t.Parallel()
-			const lease = time.Second
-			n := 4 * conns
-			if !testing.Short() {
-				n = 16 * conns
+			lease, n, within := time.Second, 4*conns, 2*deadline
+			if !testing.Short() { // it runs with the race detector and beside others
+				lease, n, within = 3*time.Second, 8*conns, 6*deadline
 			}
 			s := newSystem(t, lease, maxConns(int32(conns)))
 			s.publish(t, "orders", n)
@@ -89,7 +88,7 @@ func TestHandlersThatHoldAllConnectionsForLongerThanALeaseRunOneAtATime(t *testi
 				begin(msg.UUID)
 				defer end(msg.UUID)
 				err := pgx.BeginFunc(msg.Context(), s.pool, func(tx pgx.Tx) error {
-					_, err := tx.Exec(msg.Context(), "SELECT pg_sleep(1.2)")
+					_, err := tx.Exec(msg.Context(), "SELECT pg_sleep($1)", 1.2*lease.Seconds())
 					return err
 				})
 				if err != nil && context.Cause(msg.Context()) != pgmill.ErrLeaseLost {
@@ -98,10 +97,10 @@ func TestHandlersThatHoldAllConnectionsForLongerThanALeaseRunOneAtATime(t *testi
 				done.add(msg.UUID)
 				msg.Ack()
 			})
-			untilWithin(t, 2*deadline, "an empty queue", func() bool { return s.db.QueryInt(t, rows) == 0 })
+			untilWithin(t, within, "an empty queue", func() bool { return s.db.QueryInt(t, rows) == 0 })
 			require.NoError(t, sub.Close())
 			wait()
-			require.Equal(t, n, s.outcomes("acked"))
+			require.LessOrEqual(t, n, s.outcomes("acked")+s.outcomes("lost"))
 			// On a machine that takes longer than a sixth of a lease to connect, a delivery is lost; it is reported, and
 			// nothing else is repeated.
 			lost, total := s.outcomes("lost"), 0
