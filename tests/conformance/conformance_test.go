@@ -35,7 +35,6 @@ func TestLeaseBatch(t *testing.T) {
 	mode{
 		config:   pgmill.SubscriberConfig{Batch: 20},
 		features: tests.Features{Persistent: true},
-		restarts: true,
 	}.run(t)
 }
 
@@ -59,7 +58,6 @@ func TestRowLockSingleStream(t *testing.T) {
 			GuaranteedOrder:                     true,
 			GuaranteedOrderWithSingleSubscriber: true,
 		},
-		restarts: true,
 	}.run(t)
 }
 
@@ -69,7 +67,6 @@ func TestRowLockBatch(t *testing.T) {
 		shape:    claimshape.RowLock,
 		config:   pgmill.SubscriberConfig{Batch: 20},
 		features: tests.Features{Persistent: true},
-		restarts: true,
 	}.run(t)
 }
 
