@@ -363,6 +363,34 @@ func TestDelayAtNackCountsWhereItIsNew(t *testing.T) {
 	}
 }
 
+// A process whose clock is behind that of the one that published reads that a delay is not over. The database's clock has said
+// that it is: a Nack has the backoff, and a poison queue waits for nothing.
+func TestDelayThatIsOverIsOverWhateverTheProcessesClock(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FL9")
+	for name, keys := range map[string]string{
+		"both keys":   `jsonb_build_object('_watermill_delayed_for', '1h0m0s', '_watermill_delayed_until', $1::text)`,
+		"only a time": `jsonb_build_object('_watermill_delayed_until', $1::text)`,
+		"only a span": `jsonb_build_object('_watermill_delayed_for', '1h0m0s', 'now', $1::text)`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t)
+			r.open(t, Config{PollInterval: time.Hour})
+			pub := r.warm(t)
+			r.db.Exec(t, `INSERT INTO public.pgmill_messages (topic, uuid, attempt, metadata) VALUES ('orders', 'a', 2, `+keys+`)`,
+				time.Now().Add(10*time.Minute).UTC().Format(time.RFC3339))
+			out := r.subscribe(t, "orders", SubscriberConfig{Backoff: NoBackoff})
+			require.True(t, await(t, out).Nack())
+			msg := await(t, out)
+			require.EqualValues(t, 3, deliveryOf(t, msg).Attempt)
+			require.NoError(t, pub.Publish("parked", msg))
+			require.True(t, msg.Ack())
+			require.EqualValues(t, 1, r.db.QueryInt(t, "SELECT count(*) FROM public.pgmill_messages WHERE topic = 'parked' AND due_at = created_at"))
+		})
+	}
+}
+
 // A handler that passes its message on does not make it wait again for what it has waited for.
 func TestDeliveryThatIsPassedOnWaitsNotAgain(t *testing.T) {
 	t.Parallel()

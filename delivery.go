@@ -217,14 +217,20 @@ func (d *delivery) newDelay() (wait time.Duration, keys string, err error) {
 		return 0, "", nil
 	}
 	same := was.Metadata[delay.DelayedUntilKey] == until && was.Metadata[delay.DelayedForKey] == span
-	// The time has whole seconds: a short delay that a retry sets again may read as before. One that is not over was set now.
-	if same && (wait <= 0 || d.row.Attempt <= 1) {
+	// One that is not over was set now, if it can read as before: a longer one says that our clock is behind.
+	if same && (wait <= 0 || d.row.Attempt <= 1 || !readsAsBefore(span)) {
 		return 0, "", nil
 	}
 	if err != nil {
 		return 0, "", err
 	}
 	return wait, encodeMetadata(map[string]string{delay.DelayedUntilKey: until, delay.DelayedForKey: span}), nil
+}
+
+// readsAsBefore says whether a delay that a retry sets again may have the keys that it had: the time has whole seconds.
+func readsAsBefore(span string) bool {
+	d, err := time.ParseDuration(span)
+	return err == nil && d < time.Second
 }
 
 // beginCall takes back what an earlier call of the handler chose: its outcome was that call's. What was chosen outside
