@@ -215,7 +215,7 @@ func TestDelayedMessagesOfThisProcessAreDeliveredWhenDue(t *testing.T) {
 	}
 }
 
-// Each group has its copy, and is woken for it; so is one that subscribes between the publish and the due time.
+// Each group has its copy, and is woken for it.
 func TestDelayedMessagesWakeEveryGroup(t *testing.T) {
 	t.Parallel()
 	r := newRig(t)
@@ -224,6 +224,23 @@ func TestDelayedMessagesWakeEveryGroup(t *testing.T) {
 		r.subscribe(t, "orders", SubscriberConfig{ConsumerGroup: "billing"}), r.subscribe(t, "orders", SubscriberConfig{ConsumerGroup: "stock"}),
 	}
 	require.NoError(t, r.publisher(t).Publish("orders", delayed("a", delay.For(200*time.Millisecond))))
+	for _, out := range outs {
+		require.True(t, await(t, out).Ack())
+	}
+}
+
+// A process that publishes first and subscribes then, as one that has just started does.
+func TestDelayedMessageWakesASubscriptionThatCameAfterItsPublish(t *testing.T) {
+	t.Parallel()
+	r := newRig(t)
+	r.open(t, Config{PollInterval: time.Hour})
+	r.initialize(t, "orders", "", "stock")
+	require.NoError(t, r.warm(t).Publish("orders", delayed("a", delay.For(1500*time.Millisecond))))
+	var outs []<-chan *message.Message
+	for _, group := range []string{"", "stock"} {
+		outs = append(outs, r.subscribe(t, "orders", SubscriberConfig{ConsumerGroup: group}))
+		await(t, r.waiting) // its first claim came too early
+	}
 	for _, out := range outs {
 		require.True(t, await(t, out).Ack())
 	}

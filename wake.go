@@ -104,6 +104,7 @@ type wakeHub struct {
 	mu     sync.RWMutex
 	topics map[wakeKey]*wakeTopic
 	kept   map[groupKey][]time.Time // due times of groups that have no subscription now
+	later  laterTimes
 }
 
 type groupKey struct {
@@ -148,6 +149,7 @@ func (h *wakeHub) stored(key wakeKey, n newRows) {
 	if len(n.later) == 0 {
 		return
 	}
+	h.later.add(key, n.later) // first: a group that joins meanwhile is seen below, or sees it
 	h.mu.RLock()
 	defer h.mu.RUnlock()
 	topic := h.topics[key]
@@ -292,13 +294,63 @@ func (h *wakeHub) keepLocked(key groupKey, times []time.Time) {
 	h.kept[key] = times
 }
 
+// restoreLocked gives a group the times that were kept for it, and those of what was published when nobody of it was here. Some
+// may be both.
 func (h *wakeHub) restoreLocked(key groupKey, due *dueTimes) {
-	for _, at := range h.kept[key] {
+	times := append(h.later.of(key.wakeKey), h.kept[key]...)
+	delete(h.kept, key)
+	slices.SortFunc(times, time.Time.Compare)
+	for _, at := range slices.CompactFunc(times, time.Time.Equal) {
 		if time.Now().Before(at) {
 			due.addAt(at)
 		}
 	}
-	delete(h.kept, key)
+}
+
+// laterTimes are when what this process has published is due, of all topics: a group may join before. No timer runs for them.
+type laterTimes struct {
+	mu    sync.Mutex
+	times laterHeap
+}
+
+type laterTime struct {
+	at  time.Time
+	key wakeKey
+}
+
+func (l *laterTimes) add(key wakeKey, all []time.Time) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for now := time.Now(); len(l.times) > 0 && !l.times[0].at.After(now); {
+		heap.Pop(&l.times)
+	}
+	for _, at := range all[:min(len(all), maxDueTimes-len(l.times))] {
+		heap.Push(&l.times, laterTime{at, key})
+	}
+}
+
+func (l *laterTimes) of(key wakeKey) (times []time.Time) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, later := range l.times {
+		if later.key == key {
+			times = append(times, later.at)
+		}
+	}
+	return times
+}
+
+type laterHeap []laterTime
+
+func (h laterHeap) Len() int           { return len(h) }
+func (h laterHeap) Less(i, j int) bool { return h[i].at.Before(h[j].at) }
+func (h laterHeap) Swap(i, j int)      { h[i], h[j] = h[j], h[i] }
+func (h *laterHeap) Push(x any)        { *h = append(*h, x.(laterTime)) }
+func (h *laterHeap) Pop() any {
+	last := len(*h) - 1
+	x := (*h)[last]
+	*h = (*h)[:last]
+	return x
 }
 
 // dueTimes wakes when a delay that this process knows of is over.

@@ -430,6 +430,12 @@ func TestSignalMeetsTheBeginningOfTheWait(t *testing.T) {
 	ended.Wait()
 }
 
+func (t *dueTimes) len() int {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return len(t.times)
+}
+
 // dueLog notes when due times fire, in order.
 func dueLog(t *testing.T) (due *dueTimes, fired func() []time.Duration) {
 	t.Helper()
@@ -532,6 +538,59 @@ func TestDueTimesOutliveTheSubscriptionsOfTheirGroup(t *testing.T) {
 		h.leave(other, g, third)
 		require.Empty(t, h.kept)
 	})
+}
+
+// What is published while a group has no subscription here wakes the one that comes before it is due, and nobody of another topic.
+func TestDueTimesOfAPublishReachGroupsThatJoinLater(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		var h wakeHub
+		key, other := wakeKey{table: "t", topic: "orders"}, wakeKey{table: "t", topic: "other"}
+		publish := func(all ...time.Duration) {
+			var n newRows
+			for _, d := range all {
+				n.later = append(n.later, time.Now().Add(d))
+			}
+			h.stored(key, n)
+		}
+		publish(time.Second, time.Minute, time.Hour)
+		time.Sleep(2 * time.Second)
+		first, late, elsewhere := newWaker(), newWaker(), newWaker()
+		groups := []*wakeGroup{h.join(key, "", first), h.join(other, "", elsewhere)}
+		require.Equal(t, 2, groups[0].due.len())
+		require.Zero(t, groups[1].due.len())
+		for _, w := range []*waker{first, elsewhere} {
+			_, waiting := w.startWait()
+			require.True(t, waiting)
+		}
+		require.Equal(t, wokenByDue, <-first.woken)
+		require.Empty(t, elsewhere.woken)
+		require.Equal(t, 1, h.join(key, "audit", late).due.len(), "what is passed is not woken for")
+
+		// One that goes and comes again knows each once, and what was published meanwhile.
+		groups[0].retire(first, false)
+		h.leave(key, groups[0], first)
+		publish(2*time.Hour, time.Minute)
+		groups[0] = h.join(key, "", newWaker())
+		require.Equal(t, 3, groups[0].due.len())
+
+		time.Sleep(3 * time.Hour)
+		publish(time.Minute)
+		require.Len(t, h.later.times, 1, "what has passed is forgotten")
+		time.Sleep(time.Hour)
+	})
+}
+
+func TestDueTimesOfPublishesAreBounded(t *testing.T) {
+	t.Parallel()
+	var h wakeHub
+	later := make([]time.Time, maxDueTimes-1)
+	for i := range later {
+		later[i] = time.Now().Add(time.Hour)
+	}
+	h.stored(wakeKey{topic: "orders"}, newRows{later: later})
+	h.stored(wakeKey{topic: "other"}, newRows{later: later})
+	require.Len(t, h.later.times, maxDueTimes)
 }
 
 func TestDueTimesAreBounded(t *testing.T) {
