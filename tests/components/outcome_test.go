@@ -21,6 +21,7 @@ func outsides(t *testing.T, b *bundle) map[string][]message.HandlerMiddleware {
 	poison, err := middleware.PoisonQueue(b.pub, "poison")
 	require.NoError(t, err)
 	retry := middleware.Retry{MaxRetries: 3, InitialInterval: time.Millisecond}.Middleware
+	delayOnError := &middleware.DelayOnError{InitialInterval: time.Millisecond, MaxInterval: time.Millisecond, Multiplier: 1}
 	return map[string][]message.HandlerMiddleware{
 		"Retry":                            {retry},
 		"PoisonQueue":                      {poison},
@@ -32,6 +33,8 @@ func outsides(t *testing.T, b *bundle) map[string][]message.HandlerMiddleware {
 		"Recoverer":                        {middleware.Recoverer},
 		"Retry and Duplicator":             {retry, middleware.Duplicator},
 		"all":                              {poison, retry, middleware.Timeout(time.Minute), middleware.Recoverer},
+		"DelayOnError":                     {delayOnError.Middleware},
+		"DelayOnError and Retry":           {delayOnError.Middleware, retry},
 		"InstantAck":                       {middleware.InstantAck},
 		"Retry, PoisonQueue, InstantAck":   {poison, retry, middleware.InstantAck},
 		"PoisonQueue, a Timeout that ends": {poison, middleware.Timeout(time.Nanosecond)},
@@ -76,6 +79,74 @@ func TestOutcomesAreSuccessForMiddlewaresOutside(t *testing.T) {
 				require.Zero(t, b.db.QueryInt(t, "SELECT count(*) FROM public.pgmill_messages WHERE topic = 'poison'"))
 			})
 		}
+	}
+}
+
+// MaxAttempts and dead letters under each of Watermill's middlewares, for an outcome and for errors that are none.
+func TestDeadLettersUnderMiddlewaresOutside(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FW3")
+	type ends struct {
+		outcomes []string // of the deliveries
+		calls    int
+		reason   string // of the dead letter, or what PoisonQueue parked
+	}
+	const reason = "attempt 2 of 2: handler failed"
+	twice := []string{"retried", "deadLettered"}
+	for name, test := range map[string]struct{ chosen, failed ends }{
+		"Retry":          {ends{[]string{"deadLettered"}, 1, "no address"}, ends{twice, 8, reason}},
+		"PoisonQueue":    {ends{[]string{"deadLettered"}, 1, "no address"}, ends{[]string{"acked"}, 1, "handler failed"}},
+		"Timeout":        {ends{[]string{"deadLettered"}, 1, "no address"}, ends{twice, 2, reason}},
+		"CircuitBreaker": {ends{[]string{"deadLettered"}, 1, "no address"}, ends{twice, 2, reason}},
+		"Duplicator":     {ends{[]string{"deadLettered"}, 2, "no address"}, ends{twice, 2, reason}},
+		"Recoverer":      {ends{[]string{"deadLettered"}, 1, "no address"}, ends{twice, 2, reason}},
+		"DelayOnError":   {ends{[]string{"deadLettered"}, 1, "no address"}, ends{twice, 2, reason}},
+		"InstantAck":     {ends{[]string{"acked"}, 1, ""}, ends{[]string{"acked"}, 1, ""}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			b := setup(t)
+			b.router.AddMiddleware(outsides(t, b)[name]...)
+			b.router.AddMiddleware(pgmill.Outcomes)
+			sub, err := b.client.NewSubscriber(pgmill.SubscriberConfig{
+				MaxAttempts: 2, DeadLetter: pgmill.Topic("poison"), Backoff: pgmill.NoBackoff,
+			})
+			require.NoError(t, err)
+			var calls tries
+			answered := make(chan struct{}, 10)
+			watch := func(h message.HandlerFunc) message.HandlerFunc {
+				return func(msg *message.Message) ([]*message.Message, error) {
+					defer func() { answered <- struct{}{} }()
+					return h(msg)
+				}
+			}
+			b.router.AddConsumerHandler("orders", "orders", sub, func(msg *message.Message) error {
+				calls.add(msg.UUID)
+				if msg.UUID == "chosen" {
+					return pgmill.DeadLetter("no address")
+				}
+				return errHandler
+			}).AddMiddleware(watch)
+			b.run(t)
+			for uuid, want := range map[string]ends{"chosen": test.chosen, "failed": test.failed} {
+				b.publish(t, "orders", uuid)
+				for _, outcome := range want.outcomes {
+					require.Equal(t, outcome, next(t, b.settled).Outcome, uuid)
+				}
+				for range want.calls {
+					next(t, answered) // under InstantAck it comes last
+				}
+				require.Equal(t, want.calls+1, calls.add(uuid), "calls, and this one")
+				left := int64(1)
+				if want.reason == "" {
+					left = 0
+				}
+				require.Equal(t, left, b.db.QueryInt(t, `SELECT count(*) FROM public.pgmill_messages
+					WHERE topic = 'poison' AND uuid = $1 AND metadata->>'reason_poisoned' = $2 AND attempt = 1`, uuid, want.reason), uuid)
+				b.db.Exec(t, "DELETE FROM public.pgmill_messages WHERE topic = 'poison'")
+				require.Zero(t, b.db.QueryInt(t, "SELECT count(*) FROM public.pgmill_messages"), uuid)
+			}
+		})
 	}
 }
 
