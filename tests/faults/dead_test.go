@@ -64,7 +64,7 @@ func killedChild() {
 // A message that kills its process is a dead letter after MaxAttempts, and the others are handled meanwhile.
 func TestMessageThatKillsItsProcessIsADeadLetterInTheEnd(t *testing.T) {
 	t.Parallel()
-	promise.Keep(t, "FC10")
+	promise.Keep(t, "FC9", "FC10")
 	for _, limit := range []int{1, 3} {
 		t.Run(fmt.Sprintf("MaxAttempts %d", limit), func(t *testing.T) {
 			t.Parallel()

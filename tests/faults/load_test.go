@@ -288,6 +288,43 @@ func TestMessagesThatAlwaysFailLeaveRoomForOthers(t *testing.T) {
 	require.LessOrEqual(t, int(asked), claims+goodClaims+total+3*int(d/(50*time.Millisecond))+100)
 }
 
+// On one topic messages have their turns by when they are due: under a backlog that never ends those that fail come again, and a
+// new one waits for what was there before it and for no retry that follows.
+func TestNewAndFailingMessagesOfOneTopicLeaveEachOtherRoom(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FW2")
+	const failing, backlog, enough = 20, 50, 4
+	s := newSystem(t, 0)
+	s.publish(t, "orders", failing)
+	handled, ahead := 0, map[string]int{} // how many were handled when it was published
+	publish := func() {
+		uuid := fmt.Sprint("new-", len(ahead))
+		ahead[uuid] = handled
+		require.NoError(t, s.pub.Publish("orders", message.NewMessage(uuid, nil)))
+	}
+	for range backlog {
+		publish()
+	}
+	out, _ := s.subscribe(t, "orders", pgmill.SubscriberConfig{Concurrency: 1})
+	attempts, end := map[string]int64{}, time.Now().Add(deadline)
+	for done := 0; done < failing; handled++ {
+		require.True(t, time.Now().Before(end), "attempts of the failing ones: %v", attempts)
+		msg := receive(t, out)
+		if published, isNew := ahead[msg.UUID]; isNew {
+			require.LessOrEqual(t, handled-published, backlog+failing, "messages in front of a new one")
+			publish()
+			require.True(t, msg.Ack())
+			continue
+		}
+		attempts[msg.UUID] = attempt(t, msg)
+		if attempts[msg.UUID] == enough {
+			done++
+		}
+		require.True(t, msg.Nack())
+	}
+	require.Greater(t, len(ahead), 2*backlog, "the backlog never ended")
+}
+
 // queryCount is a pool's tracer that counts statements.
 type queryCount struct{ n atomic.Int64 }
 
