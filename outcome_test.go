@@ -92,6 +92,7 @@ func TestRetryComesBackAfterTheBackoffByTheDatabasesClock(t *testing.T) {
 	}{
 		{"a minute", time.Minute, time.Minute},
 		{"less than nothing", -time.Hour, 0},
+		{"the least", math.MinInt64, 0},
 		{"for ever", math.MaxInt64, 100 * 365 * 24 * time.Hour},
 	} {
 		t.Run(test.name, func(t *testing.T) {
