@@ -212,37 +212,39 @@ func TestReasonsAreMendedAndCut(t *testing.T) {
 func TestDeadLettersKeepMetadataThatIsNone(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "P22", "FD1")
-	r := newRig(t)
-	client := r.open(t, Config{PollInterval: time.Hour})
-	r.warm(t)
-	all := []string{
-		`[1]`, `"text"`, `7`, `true`, `{"key": 1}`, `{"pgmill_metadata": 1}`, `{"n": null, "pgmill_metadata": "mine"}`,
-		`{"pgmill_metadata": "mine"}`, `{"pgmill_attempts_": "mine"}`, `null`, `{}`,
-	}
-	for _, md := range all {
-		r.db.Exec(t, "INSERT INTO public.pgmill_messages (topic, metadata) VALUES ('orders', $1::text::jsonb)", md)
-	}
-	sub := r.subscriber(t, SubscriberConfig{MaxAttempts: 1, DeadLetter: Topic("orders.dead")})
-	out, err := sub.Subscribe(t.Context(), "orders")
-	require.NoError(t, err)
-	go func() {
-		for msg := range out {
-			msg.Nack()
+	inEachShape(t, func(t *testing.T, shape claimshape.Shape) {
+		r := newRig(t)
+		client := r.open(t, Config{PollInterval: time.Hour, Table: claimshape.Table{Shape: shape}})
+		r.warm(t)
+		all := []string{
+			`[1]`, `"text"`, `7`, `true`, `{"key": 1}`, `{"pgmill_metadata": 1}`, `{"n": null, "pgmill_metadata": "mine"}`,
+			`{"pgmill_metadata": "mine"}`, `{"pgmill_attempts_": "mine"}`, `null`, `{}`,
 		}
-	}()
-	for range all {
-		require.Equal(t, "deadLettered", await(t, r.settled).Outcome)
-	}
-	require.NoError(t, sub.Close())
-	require.EqualValues(t, len(all), r.db.QueryInt(t, `SELECT count(*) FROM public.pgmill_messages
+		for _, md := range all {
+			r.db.Exec(t, "INSERT INTO public.pgmill_messages (topic, metadata) VALUES ('orders', $1::text::jsonb)", md)
+		}
+		sub := r.subscriber(t, SubscriberConfig{MaxAttempts: 1, DeadLetter: Topic("orders.dead")})
+		out, err := sub.Subscribe(t.Context(), "orders")
+		require.NoError(t, err)
+		go func() {
+			for msg := range out {
+				msg.Nack()
+			}
+		}()
+		for range all {
+			require.Equal(t, "deadLettered", await(t, r.settled).Outcome)
+		}
+		require.NoError(t, sub.Close())
+		require.EqualValues(t, len(all), r.db.QueryInt(t, `SELECT count(*) FROM public.pgmill_messages
 		WHERE topic = 'orders.dead' AND metadata->>'topic_poisoned' = 'orders' AND metadata->>'reason_poisoned' <> ''`))
-	n, err := client.Requeue(t.Context(), "orders.dead", 100)
-	require.NoError(t, err)
-	require.Equal(t, len(all), n)
-	for _, md := range all {
-		require.EqualValues(t, 1, r.db.QueryInt(t,
-			"SELECT count(*) FROM public.pgmill_messages WHERE topic = 'orders' AND metadata = $1::text::jsonb", md), md)
-	}
+		n, err := client.Requeue(t.Context(), "orders.dead", 100)
+		require.NoError(t, err)
+		require.Equal(t, len(all), n)
+		for _, md := range all {
+			require.EqualValues(t, 1, r.db.QueryInt(t,
+				"SELECT count(*) FROM public.pgmill_messages WHERE topic = 'orders' AND metadata = $1::text::jsonb", md), md)
+		}
+	})
 }
 
 // A row that is no message is a dead letter by default, and the rows beside it are delivered.

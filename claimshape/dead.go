@@ -24,8 +24,8 @@ type DeadLetters struct {
 func NewDeadLetters(from, to Table, l Link) *DeadLetters {
 	return &DeadLetters{
 		link:          l,
-		settle:        newMove("settle", "settle_dead.sql", from, to),
-		rowLockSettle: newMove("settle", "rowlock_settle_dead.sql", from, to),
+		settle:        newMove("settle", "settle.sql", from, to),
+		rowLockSettle: newMove("settle", "rowlock_settle.sql", from, to),
 		firstGroup:    newStatement("first group", "first_group.sql", from),
 		deadTopics:    newStatement("dead topics", "dead_topics.sql", from),
 		requeued:      newMove("requeue", "requeue.sql", from, to),

@@ -23,7 +23,7 @@ type LeaseStatements struct {
 
 // NewLeaseStatements renders the statements of a table.
 func NewLeaseStatements(t Table, l Link) *LeaseStatements {
-	t = t.withDefaults()
+	t = t.withDefaults().WithShape(Lease)
 	s := &LeaseStatements{
 		table:     t,
 		link:      l,
@@ -34,9 +34,6 @@ func NewLeaseStatements(t Table, l Link) *LeaseStatements {
 		extend:    newStatement("extend", "extend.sql", t),
 		fencedAck: newStatement("settle", "fenced_ack.sql", t),
 		probe:     newStatement("probe", "lease_probe.sql", t),
-	}
-	if t.Columns.Priority != "" {
-		s.claim = newStatement("claim", "claim_priority.sql", t)
 	}
 	s.claim.types = claimTypes
 	return s

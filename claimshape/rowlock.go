@@ -24,14 +24,10 @@ var setRowLockLimits = newStatement("limits", "rowlock_limits.sql", Table{})
 
 // NewRowLockStatements renders the statements of a table.
 func NewRowLockStatements(t Table, l Link) *RowLockStatements {
-	t = t.withDefaults()
-	file := "rowlock_claim.sql"
-	if t.Columns.Priority != "" {
-		file = "rowlock_claim_priority.sql"
-	}
+	t = t.withDefaults().WithShape(RowLock)
 	s := &RowLockStatements{
 		table: t, link: l,
-		claim:     newStatement("claim", file, t),
+		claim:     newStatement("claim", "rowlock_claim.sql", t),
 		settle:    newStatement("settle", "rowlock_settle.sql", t),
 		settleAck: newStatement("settle", "rowlock_settle_ack.sql", t),
 		penalty:   newStatement("penalty", "rowlock_penalty.sql", t),

@@ -16,7 +16,7 @@ var sqlFiles embed.FS
 
 // templates are all statements of the package, parsed once; a broken file is a broken build of this package.
 var templates = template.Must(template.New("").Option("missingkey=error").
-	ParseFS(sqlFiles, "sql/*.sql", "sql/migrations/*.sql"))
+	ParseFS(sqlFiles, "sql/*.sql", "sql/parts/*.sql", "sql/migrations/*.sql"))
 
 // names are the quoted identifiers that the templates use.
 type names struct {
@@ -24,6 +24,7 @@ type names struct {
 	NotifyFunction, ChannelLiteral   string
 
 	Priority string // the column, where the table has one
+	RowLock  bool   // the table's shape
 
 	SchemaLiteral, NameLiteral string
 
@@ -41,7 +42,7 @@ func (t Table) names() names {
 		NotifyFunction: t.sibling(notifyFunction),
 		ChannelLiteral: quoteLiteral(t.Channel()),
 
-		Priority: quotedOrNone(t.Columns.Priority),
+		Priority: quotedOrNone(t.Columns.Priority), RowLock: t.Shape == RowLock,
 
 		SchemaLiteral: quoteLiteral(t.Schema), NameLiteral: quoteLiteral(t.Name),
 		LockLiteral: quoteLiteral("pgmill register of " + pgx.Identifier{t.Schema, t.Name}.Sanitize() + " "),

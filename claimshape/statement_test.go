@@ -74,7 +74,9 @@ func TestStatementsEqualTheirGoldenTexts(t *testing.T) {
 	}
 	sources, err := filepath.Glob("sql/*.sql")
 	require.NoError(t, err)
-	require.Len(t, goldenTexts(), len(sources), "a statement without a golden text")
+	for _, source := range sources { // some are rendered in several ways
+		require.Contains(t, texts, filepath.Base(source), "a statement without a golden text")
+	}
 	for file, text := range texts {
 		name := filepath.Join("testdata", file)
 		if *update {

@@ -1,21 +1,17 @@
--- Settle, any outcomes but dead letters: $4 says how each delivery ended (0 acknowledged, 1 retry after $5 microseconds with
--- the keys $6 added to the metadata, a JSON object or '', 2 released, which gives its attempt back). $1 ids, $2 and $3
--- tokens as in settle_ack.sql. Answers the ids it settled.
+-- Settle, any outcomes: $4 says how each delivery ended (0 acknowledged, 1 retry after $5 microseconds with the keys $6 added
+-- to the metadata, a JSON object or '', 2 released, which gives its attempt back{{if .OtherTable}}, 3 a dead letter of the topic $7, with
+-- the keys $6 added; the move is one statement, so the message is in exactly one place{{end}}). $1 ids, $2 and $3 tokens as in
+-- settle_ack.sql. Answers the ids it settled.
 -- Index: primary key. Locks: the rows, in id order; a row that somebody else has locked is left out, never waited for.
 WITH held AS MATERIALIZED (
-  SELECT q.id, s.outcome, s.delay, s.metadata
-    FROM unnest($1::bigint[], $2::timestamptz[], $3::timestamptz[], $4::bigint[], $5::bigint[], $6::text[])
-         AS s(id, token, token2, outcome, delay, metadata)
+  SELECT q.id, s.outcome, s.delay, s.metadata{{if .OtherTable}}, s.topic{{end}}
+    FROM unnest($1::bigint[], $2::timestamptz[], $3::timestamptz[], $4::bigint[], $5::bigint[], $6::text[]{{if .OtherTable}}, $7::text[]{{end}})
+         AS s(id, token, token2, outcome, delay, metadata{{if .OtherTable}}, topic{{end}})
     JOIN {{.Table}} AS q ON q.id = s.id
    WHERE q.locked_until IN (s.token, s.token2)
    ORDER BY q.id
      FOR UPDATE OF q SKIP LOCKED
-), del AS (
-  DELETE FROM {{.Table}} AS q
-   USING held
-   WHERE q.id = held.id AND held.outcome = 0
-  RETURNING q.id
-), upd AS (
+), {{template "acknowledge" .}}, upd AS (
   UPDATE {{.Table}} AS q
      SET locked_until = NULL,
          due_at = CASE WHEN held.outcome = 1
@@ -29,15 +25,8 @@ WITH held AS MATERIALIZED (
   UPDATE {{.Table}} AS q
      SET locked_until = NULL,
          due_at = clock_timestamp() + held.delay * interval '1 microsecond',
-         metadata = CASE WHEN jsonb_typeof(q.metadata::jsonb) = 'object'
-                         THEN q.metadata::jsonb || held.metadata::jsonb
-                         ELSE q.metadata::jsonb END
+         {{template "note" .}}
     FROM held
    WHERE q.id = held.id AND held.outcome = 1 AND held.metadata <> ''
   RETURNING q.id
-)
-SELECT del.id FROM del
- UNION ALL
-SELECT upd.id FROM upd
- UNION ALL
-SELECT noted.id FROM noted
+){{template "bury" .}}

@@ -18,7 +18,8 @@ WITH clk AS MATERIALIZED (
    LIMIT $5::bigint
      FOR UPDATE OF q SKIP LOCKED
 ), fit AS MATERIALIZED (
-  SELECT c.id, c.attempt, row_number() OVER upto AS place, sum(c.size) OVER upto AS bytes
+  SELECT c.id, c.attempt,
+         row_number() OVER upto AS place, sum(c.size) OVER upto AS bytes
     FROM cand AS c
   WINDOW upto AS (ORDER BY c.due_at, c.id ROWS UNBOUNDED PRECEDING)
 ), upd AS (

@@ -1,4 +1,4 @@
--- Claim by priority, of a table that has one: take up to $5 due rows of one topic and consumer group into work for $6 microseconds, with payloads of at most
+-- Claim: take up to $5 due rows of one topic and consumer group into work for $6 microseconds, with payloads of at most
 -- $7 bytes together, and one row at least. found is how many were claimable up to $5: more than are answered if bytes ran out.
 -- $1 topic, $2 consumer group, ($3, $4) floor: only rows behind this (due_at, id) are looked at.
 -- Rows of a lower priority come first. Each priority of the topic is one range of the index, found by one look into it, so
@@ -42,7 +42,8 @@ WITH RECURSIVE clk AS MATERIALIZED (
    ORDER BY p.ord
    LIMIT $5::bigint
 ), fit AS MATERIALIZED (
-  SELECT c.id, c.priority, c.attempt, row_number() OVER upto AS place, sum(c.size) OVER upto AS bytes
+  SELECT c.id, c.priority, c.attempt,
+         row_number() OVER upto AS place, sum(c.size) OVER upto AS bytes
     FROM cand AS c
   WINDOW upto AS (ORDER BY c.priority, c.due_at, c.id ROWS UNBOUNDED PRECEDING)
 ), upd AS (

@@ -1,4 +1,4 @@
--- Claim by priority, under row locks, of a table that has one: take up to $5 due rows of one topic and consumer group into work, with payloads of at most
+-- Claim under row locks: take up to $5 due rows of one topic and consumer group into work, with payloads of at most
 -- $6 bytes together, and one row at least. found is how many were claimable up to $5: more than are answered if bytes ran out.
 -- $1 topic, $2 consumer group, ($3, $4) floor: only rows behind this (due_at, id) are looked at.
 -- Rows of a lower priority come first. Each priority of the topic is one range of the index, found by one look into it, so

@@ -1,6 +1,5 @@
--- Settle under row locks, any outcomes but dead letters: $2 says how each delivery ended (0 acknowledged, 1 retry after $3 microseconds, which
--- counts the attempt, with the keys $4 added to the metadata, a JSON object or ''). $1 ids of rows that this transaction
--- has locked. Answers the ids it settled.
+-- Settle under row locks, any outcomes: $2 says how each delivery ended (0 acknowledged, 1 retry after $3 microseconds, which
+-- counts the attempt, with the keys $4 added to the metadata, a JSON object or ''). $1 ids of rows that this transaction has locked. Answers the ids it settled.
 -- Index: primary key. Locks: the rows, again.
 WITH held AS MATERIALIZED (
   SELECT s.id, s.outcome, s.delay, s.metadata

@@ -1,7 +1,6 @@
 -- Settle under row locks, any outcomes: $2 says how each delivery ended (0 acknowledged, 1 retry after $3 microseconds, which
--- counts the attempt, with the keys $4 added to the metadata, a JSON object or '', 3 a dead letter of the topic $5, see
--- settle_dead.sql). $1 ids of rows that this transaction
--- has locked. Answers the ids it settled.
+-- counts the attempt, with the keys $4 added to the metadata, a JSON object or '', 3 a dead letter of the topic $5,
+-- with the keys $4 added). $1 ids of rows that this transaction has locked. Answers the ids it settled.
 -- Index: primary key. Locks: the rows, again.
 WITH held AS MATERIALIZED (
   SELECT s.id, s.outcome, s.delay, s.metadata, s.topic
@@ -34,7 +33,7 @@ WITH held AS MATERIALIZED (
   DELETE FROM "public"."pgmill_messages" AS q
    USING held
    WHERE q.id = held.id AND held.outcome = 3
-  RETURNING q.id, held.topic, q.uuid, q.payload, q.metadata, q.ordering_key, held.metadata AS added
+  RETURNING q.id, held.topic, q.uuid, q.payload, q.metadata::jsonb AS metadata, q.ordering_key, held.metadata::jsonb AS added
 ), g AS MATERIALIZED (
   SELECT t.topic, COALESCE(s.consumer_group, '') AS consumer_group
     FROM (SELECT DISTINCT dead.topic FROM dead) AS t
@@ -44,9 +43,11 @@ WITH held AS MATERIALIZED (
 ), parked AS (
   INSERT INTO "public"."pgmill_messages" (topic, consumer_group, uuid, payload, metadata, ordering_key, due_at, created_at)
   SELECT dead.topic, g.consumer_group, dead.uuid, dead.payload,
-         CASE WHEN jsonb_typeof(dead.metadata::jsonb) = 'object'
-              THEN dead.metadata::jsonb
-              ELSE jsonb_build_object('pgmill_metadata', dead.metadata::text) END || dead.added::jsonb,
+         CASE WHEN jsonb_typeof(dead.metadata) <> 'object'
+              THEN jsonb_build_object('pgmill_metadata', dead.metadata::text)
+              WHEN dead.metadata ?| ARRAY['pgmill_metadata', 'pgmill_consumer_group']
+              THEN dead.metadata || jsonb_build_object('pgmill_metadata', dead.metadata::text)
+              ELSE dead.metadata END || dead.added,
          dead.ordering_key, clk.t, clk.t
     FROM dead
     JOIN g ON g.topic = dead.topic

@@ -1,6 +1,6 @@
--- Settle, any outcomes but dead letters: $4 says how each delivery ended (0 acknowledged, 1 retry after $5 microseconds with
--- the keys $6 added to the metadata, a JSON object or '', 2 released, which gives its attempt back). $1 ids, $2 and $3
--- tokens as in settle_ack.sql. Answers the ids it settled.
+-- Settle, any outcomes: $4 says how each delivery ended (0 acknowledged, 1 retry after $5 microseconds with the keys $6 added
+-- to the metadata, a JSON object or '', 2 released, which gives its attempt back). $1 ids, $2 and $3 tokens as in
+-- settle_ack.sql. Answers the ids it settled.
 -- Index: primary key. Locks: the rows, in id order; a row that somebody else has locked is left out, never waited for.
 WITH held AS MATERIALIZED (
   SELECT q.id, s.outcome, s.delay, s.metadata

@@ -1,7 +1,7 @@
--- Settle with dead letters: as settle.sql, and outcome 3 moves the row into the topic $7 of the table of dead letters, once
--- for each consumer group there, as a publish does, with the keys $6 added to its metadata. What is no JSON object, or
--- has that key or is a dead letter's already, is kept as a text under the key pgmill_metadata. The move is one statement: the message is in exactly one
--- place.
+-- Settle, any outcomes: $4 says how each delivery ended (0 acknowledged, 1 retry after $5 microseconds with the keys $6 added
+-- to the metadata, a JSON object or '', 2 released, which gives its attempt back, 3 a dead letter of the topic $7, with
+-- the keys $6 added; the move is one statement, so the message is in exactly one place). $1 ids, $2 and $3 tokens as in
+-- settle_ack.sql. Answers the ids it settled.
 -- Index: primary key. Locks: the rows, in id order; a row that somebody else has locked is left out, never waited for.
 WITH held AS MATERIALIZED (
   SELECT q.id, s.outcome, s.delay, s.metadata, s.topic
@@ -40,7 +40,7 @@ WITH held AS MATERIALIZED (
   DELETE FROM "public"."pgmill_messages" AS q
    USING held
    WHERE q.id = held.id AND held.outcome = 3
-  RETURNING q.id, held.topic, q.uuid, q.payload, q.metadata, q.ordering_key, held.metadata AS added
+  RETURNING q.id, held.topic, q.uuid, q.payload, q.metadata::jsonb AS metadata, q.ordering_key, held.metadata::jsonb AS added
 ), g AS MATERIALIZED (
   SELECT t.topic, COALESCE(s.consumer_group, '') AS consumer_group
     FROM (SELECT DISTINCT dead.topic FROM dead) AS t
@@ -50,11 +50,11 @@ WITH held AS MATERIALIZED (
 ), parked AS (
   INSERT INTO "public"."pgmill_messages" (topic, consumer_group, uuid, payload, metadata, ordering_key, due_at, created_at)
   SELECT dead.topic, g.consumer_group, dead.uuid, dead.payload,
-         CASE WHEN jsonb_typeof(dead.metadata::jsonb) = 'object' AND NOT dead.metadata::jsonb ?| ARRAY['pgmill_metadata', 'pgmill_consumer_group']
-              THEN dead.metadata::jsonb
-              WHEN jsonb_typeof(dead.metadata::jsonb) = 'object'
-              THEN dead.metadata::jsonb || jsonb_build_object('pgmill_metadata', dead.metadata::text)
-              ELSE jsonb_build_object('pgmill_metadata', dead.metadata::text) END || dead.added::jsonb,
+         CASE WHEN jsonb_typeof(dead.metadata) <> 'object'
+              THEN jsonb_build_object('pgmill_metadata', dead.metadata::text)
+              WHEN dead.metadata ?| ARRAY['pgmill_metadata', 'pgmill_consumer_group']
+              THEN dead.metadata || jsonb_build_object('pgmill_metadata', dead.metadata::text)
+              ELSE dead.metadata END || dead.added,
          dead.ordering_key, clk.t, clk.t
     FROM dead
     JOIN g ON g.topic = dead.topic
