@@ -54,7 +54,7 @@ func TestHandlerOfFiveLeasesRunsOnce(t *testing.T) {
 func TestClaimedRowsThatWaitInAnUnreadChannelKeepTheirLeases(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "FL4")
-	const lease, n = 500 * time.Millisecond, 10
+	const lease, n = time.Second, 10
 	r := newLaneRig(t, lease)
 	other := openLaneRig(t, r.db, r.db.Pool(t), lease)
 	r.publish(t, "orders", n)
@@ -402,18 +402,21 @@ func (l *laneLog) times(prefix string) (n int) {
 func TestRowWhoseExtensionIsRefusedCostsNoOtherItsLease(t *testing.T) {
 	t.Parallel()
 	promise.Keep(t, "FL3", "FC7")
-	const lease, n = 3 * time.Second, 20
-	for name, action := range map[string]string{
-		"refused": "RAISE 'not seven'",
-		"slow":    "PERFORM pg_sleep(60)",
+	const n = 20
+	for name, c := range map[string]struct {
+		action string
+		lease  time.Duration
+	}{
+		"refused": {"RAISE 'not seven'", 3 * time.Second},
+		"slow":    {"PERFORM pg_sleep(60)", 6 * time.Second}, // a statement has a thirtieth of it
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			r := newLaneRig(t, lease)
+			r := newLaneRig(t, c.lease)
 			r.publish(t, "orders", n)
 			out, _ := r.subscribe(t, "orders", SubscriberConfig{Concurrency: n})
 			msgs := laneReceiveN(t, out, n)
-			r.refuseExtensions(t, "OLD.uuid = 'orders-7'", action)
+			r.refuseExtensions(t, "OLD.uuid = 'orders-7'", c.action)
 			bad := msgs[7]
 			require.Equal(t, "orders-7", bad.UUID)
 			laneEnd(t, "the end of the context", bad.Context().Done())

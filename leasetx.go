@@ -203,15 +203,15 @@ func (t *leaseTx) commit(acks []*settlement) {
 	t.toLane(err)
 }
 
-// probe tells whether a COMMIT whose answer was lost took effect.
+// probe tells whether a COMMIT whose answer was lost took effect: its rows are gone then. A row that somebody else has got
+// meanwhile is there, and the lane finds out that it is not ours.
 func (t *leaseTx) probe(held []claimshape.Held, lost error) (committed bool, err error) {
 	ctx, cancel := context.WithTimeout(t.sub.settling, holdTimeout)
 	defer cancel()
-	var still bool
+	still := false
 	err = t.sub.client.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
-		var err error
-		still, err = t.sub.queue.lease.Probe(ctx, conn, held[0])
-		return err
+		still = false
+		return t.sub.queue.lease.Probe(ctx, conn, []int64{held[0].ID}, func(int64) { still = true })
 	})
 	if err != nil {
 		return false, errors.Join(lost, err)

@@ -26,6 +26,9 @@ const (
 	// A message that was answered has its context end after this, where others of its batch keep it from being settled.
 	answeredPatience = time.Second
 
+	// A notification of rows that are there again waits this long for a connection: the next claim's rows wait behind it.
+	announceTimeout = time.Second
+
 	// A settlement in a transaction that holds the rows has this long; then its connection is closed.
 	holdTimeout = 10 * time.Second
 )
@@ -415,7 +418,7 @@ func (h *rowHold) announce() {
 	if len(topics) == 0 {
 		return
 	}
-	ctx, cancel := context.WithTimeout(h.sub.settling, holdTimeout)
+	ctx, cancel := context.WithTimeout(h.sub.settling, announceTimeout)
 	defer cancel()
 	for q, all := range topics {
 		h.sub.client.announce(ctx, q, all)

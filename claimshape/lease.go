@@ -33,7 +33,7 @@ func NewLeaseStatements(t Table, l Link) *LeaseStatements {
 		look:      newStatement("look", "look.sql", t),
 		extend:    newStatement("extend", "extend.sql", t),
 		fencedAck: newStatement("settle", "fenced_ack.sql", t),
-		probe:     newStatement("probe", "lease_probe.sql", t),
+		probe:     newStatement("probe", "probe.sql", t),
 	}
 	s.claim.types = claimTypes
 	return s
@@ -226,13 +226,9 @@ func BeginWork(ctx context.Context, conn *pgx.Conn, idle time.Duration) error {
 	return err
 }
 
-// Probe tells whether a row is still held under its token, after a COMMIT whose answer was lost. It waits for the old
-// session's end. Where it is not, the COMMIT took effect, or the lease was lost before.
-func (s *LeaseStatements) Probe(ctx context.Context, conn *pgx.Conn, h Held) (held bool, err error) {
-	err = s.link.transaction(ctx, conn, call{
-		statement: s.probe, params: []any{h.ID, h.Token, h.Token2}, read: readIDs(func(int64) { held = true }),
-	})
-	return held, err
+// Probe tells which rows are there still, after a COMMIT whose answer was lost. It waits for the old session's end.
+func (s *LeaseStatements) Probe(ctx context.Context, conn *pgx.Conn, ids []int64, there func(id int64)) error {
+	return s.link.transaction(ctx, conn, call{statement: s.probe, params: []any{ids}, read: readIDs(there)})
 }
 
 func opError(op string, err error) error {

@@ -31,7 +31,7 @@ func NewRowLockStatements(t Table, l Link) *RowLockStatements {
 		settle:    newStatement("settle", "rowlock_settle.sql", t),
 		settleAck: newStatement("settle", "rowlock_settle_ack.sql", t),
 		penalty:   newStatement("penalty", "rowlock_penalty.sql", t),
-		probe:     newStatement("probe", "rowlock_probe.sql", t),
+		probe:     newStatement("probe", "probe.sql", t),
 	}
 	s.claim.types = claimTypes
 	return s
