@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -422,6 +424,32 @@ func TestLeaseBatchSettlesEachRowByItself(t *testing.T) {
 	}
 	require.Equal(t, map[string]int{"acked": 19, "lost": 1}, got)
 	require.EqualValues(t, 1, r.rows(t))
+}
+
+func TestMessagesOfALeaseBatchSettleAloneAndInAnyOrder(t *testing.T) {
+	t.Parallel()
+	promise.Keep(t, "FW7")
+	r := newRig(t)
+	_, pub := r.of(t, claimshape.Lease)
+	publishN(t, pub, "orders", 20)
+	out := r.subscribe(t, "orders", SubscriberConfig{Batch: 20})
+	msgs := make([]*message.Message, 20)
+	for i := range msgs {
+		msgs[i] = await(t, out)
+	}
+	open := msgs[3]
+	msgs = slices.Delete(msgs, 3, 4)
+	rand.Shuffle(len(msgs), func(i, j int) { msgs[i], msgs[j] = msgs[j], msgs[i] })
+	for _, msg := range msgs {
+		msg.Ack()
+		e := await(t, r.settled)
+		require.Equal(t, "acked", e.Outcome)
+		require.Equal(t, deliveryOf(t, msg).ID, e.Delivery.ID)
+	}
+	require.NoError(t, open.Context().Err())
+	require.EqualValues(t, 1, r.rows(t))
+	open.Ack()
+	require.Equal(t, "acked", await(t, r.settled).Outcome)
 }
 
 func TestBatchWaitFillsABatch(t *testing.T) {

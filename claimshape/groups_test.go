@@ -343,6 +343,7 @@ func TestAwaitWritersEndsWithItsContext(t *testing.T) {
 
 func TestDropRowsLeavesRegisteredGroupsAlone(t *testing.T) {
 	t.Parallel()
+	promise.Keep(t, "FP18") // a slice is a transaction of its own: a cut off removal has progressed
 	eachMode(t, func(t *testing.T, b *bundle) {
 		drop := func(topic, group string, want int, wantMore bool) {
 			t.Helper()

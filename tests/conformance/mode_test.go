@@ -19,6 +19,7 @@ import (
 	"github.com/pgmill/pgmill"
 	"github.com/pgmill/pgmill/claimshape"
 	"github.com/pgmill/pgmill/internal/pgtest"
+	"github.com/pgmill/pgmill/internal/promise"
 )
 
 // poolSize is all that a mode gets, for its up to 80 publishers and subscribers together.
@@ -51,6 +52,7 @@ func (m mode) run(t *testing.T) {
 	if testing.Short() {
 		t.Parallel()
 	}
+	promise.Keep(t, "FW6")
 	server := pgtest.StartServer(t)
 	p := newPubSub(t, server.New(t), m.config)
 	client, err := pgmill.Open(t.Context(), p.pool, pgmill.Config{Table: claimshape.Table{Shape: m.shape}}, logger)

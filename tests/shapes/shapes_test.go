@@ -59,7 +59,7 @@ func TestEveryShapeDeliversEachMessageOnceToEachGroup(t *testing.T) {
 // What is held while handlers work: connections in transactions, or none.
 func TestEveryShapeHoldsWhatItSaysWhileHandlersWork(t *testing.T) {
 	t.Parallel()
-	promise.Keep(t, "P19", "P29")
+	promise.Keep(t, "P19", "P29", "FW8")
 	over(t, func(t *testing.T, s *system) {
 		s.register(t)
 		s.publish(t, concurrency)
