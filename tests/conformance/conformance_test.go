@@ -35,6 +35,7 @@ func TestLeaseBatch(t *testing.T) {
 	mode{
 		config:   pgmill.SubscriberConfig{Batch: 20},
 		features: tests.Features{Persistent: true},
+		restarts: true,
 	}.run(t)
 }
 
@@ -58,6 +59,7 @@ func TestRowLockSingleStream(t *testing.T) {
 			GuaranteedOrder:                     true,
 			GuaranteedOrderWithSingleSubscriber: true,
 		},
+		restarts: true,
 	}.run(t)
 }
 
@@ -67,6 +69,7 @@ func TestRowLockBatch(t *testing.T) {
 		shape:    claimshape.RowLock,
 		config:   pgmill.SubscriberConfig{Batch: 20},
 		features: tests.Features{Persistent: true},
+		restarts: true,
 	}.run(t)
 }
 

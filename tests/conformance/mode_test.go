@@ -8,6 +8,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -63,8 +64,7 @@ func (m mode) run(t *testing.T) {
 	}
 	started := server.PostmasterStartTime(t)
 	m.features.ConsumerGroups = true
-	// Only one mode restarts at a time: TestReconnect also compares a list that it may not have finished, and the more work
-	// there is beside it the later it does. The leaf tests that are parallel begin when run has returned.
+	// Only one mode restarts its server at a time. The leaf tests that are parallel begin when run has returned.
 	reconnecting.Lock()
 	defer reconnecting.Unlock()
 	tests.TestPubSub(t, m.features, p.construct, p.constructInGroup)
@@ -85,6 +85,9 @@ func newPubSub(t testing.TB, db *pgtest.DB, config pgmill.SubscriberConfig) *pub
 func (p *pubSub) construct(t *testing.T) (message.Publisher, message.Subscriber) {
 	if strings.Contains(t.Name(), "/TestReconnect/") {
 		p.reconnects.Store(true)
+		pub, sub := p.open(t, p.config)
+		n := &notice{at: map[string]time.Time{}}
+		return noticedPublisher{pub, n}, noticedSubscriber{sub, n}
 	}
 	return p.open(t, p.config)
 }
