@@ -350,14 +350,42 @@ func (c *Client) remove(s *subscription) {
 }
 
 // withConn runs f on a connection of the pool, and again, up to tries in all, if the statement lost against a concurrent
-// one.
+// one. A connection that had ended before (the server ends idle sessions, and the pool does not know) is replaced.
 func (c *Client) withConn(ctx context.Context, tries int, f func(ctx context.Context, conn *pgx.Conn) error) error {
+	for left := c.pool.Stat().MaxConns(); ; left-- { // it may be so with all of them
+		closed, err := c.onConn(ctx, tries, f)
+		if !closed || left <= 0 || !claimshape.Stale(err) || ctx.Err() != nil {
+			return err
+		}
+	}
+}
+
+// repeatable is withConn for what does the same if it is done twice: where the connection is lost, another one tries again,
+// whatever became of the first try.
+func (c *Client) repeatable(ctx context.Context, f func(ctx context.Context, conn *pgx.Conn) error) error {
+	for tries := transientTries; ; tries-- {
+		closed := false
+		err := c.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+			err := f(ctx, conn)
+			closed = conn.IsClosed()
+			return err
+		})
+		if !closed || err == nil || tries <= 1 || ctx.Err() != nil {
+			return err
+		}
+	}
+}
+
+func (c *Client) onConn(
+	ctx context.Context, tries int, f func(ctx context.Context, conn *pgx.Conn) error,
+) (closed bool, err error) {
 	conn, err := c.pool.Acquire(ctx)
 	if err != nil {
-		return connectError{err}
+		return false, connectError{err}
 	}
 	defer conn.Release()
-	return retryTransient(ctx, conn.Conn(), tries, f)
+	err = retryTransient(ctx, conn.Conn(), tries, f)
+	return conn.Conn().IsClosed(), err
 }
 
 func retryTransient(ctx context.Context, conn *pgx.Conn, tries int, f func(ctx context.Context, conn *pgx.Conn) error) error {

@@ -117,7 +117,7 @@ func (q *queue) deadLettersTo(ctx context.Context, c *Client, to *queue) (*claim
 		return move, nil
 	}
 	move = claimshape.NewDeadLetters(q.table, to.table, c.link)
-	err := c.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+	err := c.repeatable(ctx, func(ctx context.Context, conn *pgx.Conn) error {
 		return claimshape.Check(ctx, conn, q.table, move)
 	})
 	if err != nil {
@@ -287,7 +287,7 @@ func (c *Client) origins(ctx context.Context, from *queue, topic string) (group 
 	if err != nil {
 		return "", nil, err
 	}
-	err = c.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+	err = c.repeatable(ctx, func(ctx context.Context, conn *pgx.Conn) error {
 		group, origins, err = back.Origins(ctx, conn, topic)
 		return err
 	})

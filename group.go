@@ -28,7 +28,7 @@ const (
 // register makes sure that a group of a topic gets what is published from now on, and answers whether it adopts what was
 // published before.
 func (q *queue) register(ctx context.Context, c *Client, topic, group string, log watermill.LoggerAdapter) (adopts bool, err error) {
-	err = c.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+	err = c.repeatable(ctx, func(ctx context.Context, conn *pgx.Conn) error {
 		r, err := q.groups.Register(ctx, conn, topic, group)
 		if adopts = r.Adopts; err != nil {
 			return err
@@ -124,7 +124,7 @@ func (c *Client) removeGroup(ctx context.Context, topic, group string) error {
 	if err != nil {
 		return err
 	}
-	return c.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+	return c.repeatable(ctx, func(ctx context.Context, conn *pgx.Conn) error {
 		if err := queue.dropRows(ctx, conn, topic, group); err != nil {
 			return err
 		}
@@ -193,7 +193,7 @@ func (c *Client) Stats(ctx context.Context) ([]TopicStats, error) {
 // stats of a table that does not exist yet are none.
 func (q *queue) stats(ctx context.Context, c *Client) ([]TopicStats, error) {
 	var counted []claimshape.Stat
-	err := c.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+	err := c.repeatable(ctx, func(ctx context.Context, conn *pgx.Conn) error {
 		var err error
 		counted, err = q.groups.Stats(ctx, conn)
 		return err

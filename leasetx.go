@@ -209,7 +209,7 @@ func (t *leaseTx) probe(held []claimshape.Held, lost error) (committed bool, err
 	ctx, cancel := context.WithTimeout(t.sub.settling, holdTimeout)
 	defer cancel()
 	still := false
-	err = t.sub.client.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+	err = t.sub.client.repeatable(ctx, func(ctx context.Context, conn *pgx.Conn) error {
 		still = false
 		return t.sub.queue.lease.Probe(ctx, conn, []int64{held[0].ID}, func(int64) { still = true })
 	})

@@ -125,7 +125,7 @@ func (l *listener) probe(ctx context.Context, conn *pgx.Conn) error {
 	if err := listenTo(ctx, conn, channel); err != nil {
 		return err
 	}
-	err := l.client.withConn(ctx, 1, func(ctx context.Context, other *pgx.Conn) error {
+	err := l.client.repeatable(ctx, func(ctx context.Context, other *pgx.Conn) error {
 		_, err := other.Exec(ctx, "SELECT pg_notify($1::text, '')", pgx.QueryExecModeExec, channel)
 		return err
 	})

@@ -233,21 +233,23 @@ func (p *Publisher) record(m marshaler.Marshaler, topic string, msg *message.Mes
 // insert stores the records. Until a connection is there, the caller's context counts; from then on only the write
 // timeout, because an insert that is cut off is neither stored nor not stored.
 func (p *Publisher) insert(ctx context.Context, q *queue, topic string, r *claimshape.Records) error {
-	conn, err := p.client.pool.Acquire(ctx)
-	if err == nil {
-		defer conn.Release()
-	}
-	if ctx.Err() != nil {
+	var write context.Context
+	cancel := func() {}
+	defer func() { cancel() }()
+	err := p.client.withConn(ctx, transientTries, func(_ context.Context, conn *pgx.Conn) error {
+		if write == nil {
+			if ctx.Err() != nil {
+				return connectError{ctx.Err()}
+			}
+			write, cancel = context.WithTimeout(context.WithoutCancel(ctx), p.writeTimeout)
+		}
+		return p.insertOnce(write, conn, q, topic, r)
+	})
+	var early connectError
+	if errors.As(err, &early) && ctx.Err() != nil {
 		return context.Cause(ctx) // of the message whose context it was, where Acquire says canceled
 	}
-	if err != nil {
-		return connectError{err}
-	}
-	write, cancel := context.WithTimeout(context.WithoutCancel(ctx), p.writeTimeout)
-	defer cancel()
-	return unknown(retryTransient(write, conn.Conn(), transientTries, func(ctx context.Context, conn *pgx.Conn) error {
-		return p.insertOnce(ctx, conn, q, topic, r)
-	}))
+	return unknown(err)
 }
 
 // insertOnce stores the records, and notifies in the same round trip, on the connection that wrote them, or leaves that

@@ -56,21 +56,21 @@ func (q *queue) ready(ctx context.Context, c *Client) error {
 	if q.checked.Load() {
 		return nil
 	}
-	if err := q.migrate(ctx, c); err != nil {
-		return err
-	}
-	err := c.withConn(ctx, 1, func(ctx context.Context, conn *pgx.Conn) error {
+	err := c.repeatable(ctx, func(ctx context.Context, conn *pgx.Conn) error {
+		if err := q.migrate(ctx, c, conn); err != nil {
+			return err
+		}
 		return claimshape.Check(ctx, conn, q.table, q.insert, q.lease, q.rowLock, q.groups)
 	})
 	q.checked.Store(err == nil)
 	return err
 }
 
-func (q *queue) migrate(ctx context.Context, c *Client) error {
+func (q *queue) migrate(ctx context.Context, c *Client, conn *pgx.Conn) error {
 	if !c.config.NoMigrate {
-		return Migrate(ctx, c.pool, q.table)
+		return Migrate(ctx, conn, q.table)
 	}
-	done, err := claimshape.Migrated(ctx, c.pool, q.table)
+	done, err := claimshape.Migrated(ctx, conn, q.table)
 	if err == nil && !done {
 		err = fmt.Errorf("table %s is missing or behind and NoMigrate is set; run Migrate: %w", q.table, ErrSchema)
 	}

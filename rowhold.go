@@ -491,7 +491,7 @@ func (h *rowHold) penalise() {
 		if p.outcome.kind == outcomeDeadLetter {
 			delay = max(delay, deadLetterPause)
 		}
-		err := s.client.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+		err := s.client.repeatable(ctx, func(ctx context.Context, conn *pgx.Conn) error {
 			return s.queue.rowLock.Penalise(ctx, conn, d.row.ID, d.row.Attempt, delay)
 		})
 		switch {
@@ -535,7 +535,7 @@ func (h *rowHold) ids(yield func(int64) bool) {
 func (h *rowHold) probe(ids []int64) (there int, err error) {
 	ctx, cancel := context.WithTimeout(h.sub.settling, holdTimeout)
 	defer cancel()
-	err = h.sub.client.withConn(ctx, transientTries, func(ctx context.Context, conn *pgx.Conn) error {
+	err = h.sub.client.repeatable(ctx, func(ctx context.Context, conn *pgx.Conn) error {
 		there = 0
 		return h.sub.queue.rowLock.Probe(ctx, conn, ids, func(int64) { there++ })
 	})

@@ -27,6 +27,9 @@ func Answered(err error) bool {
 	return errors.Is(err, pgx.ErrTxCommitRollback)
 }
 
+// Stale says that the connection had ended before the statement was sent, or before the server began it.
+func Stale(err error) bool { return pgconn.SafeToRetry(err) || hasCode(err, "57P05") }
+
 // Transient says that the same statement may pass if it is sent again at once: it lost against a concurrent one, waited
 // too long for a lock, or met a plan that DDL had made stale.
 func Transient(err error) bool {
